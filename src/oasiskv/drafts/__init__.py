@@ -1,1 +1,1 @@
-
+"""Where lookahead tokens come from, and how they are verified."""
