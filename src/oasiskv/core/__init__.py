@@ -1,1 +1,1 @@
-
+"""Engine-neutral parts: geometry, resident map, digests, selection and the transfer pipeline."""

@@ -1,1 +1,1 @@
-
+"""Accuracy, as commands and as a library."""

@@ -1,1 +1,1 @@
-
+"""Tiers that hold every closed block."""

@@ -1,0 +1,200 @@
+"""The command line: ``oasiskv generate | models | eval``."""
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from transformers.utils import logging as transformers_logging
+
+from oasiskv.config import OasisConfig
+from oasiskv.drafts.assistant import AssistantDrafts
+from oasiskv.drafts.base import DraftSource, NoDrafts
+from oasiskv.drafts.lookahead import LookaheadMode
+from oasiskv.drafts.ngram import NgramDrafts
+from oasiskv.drafts.verify import Sampling
+from oasiskv.errors import ConfigError, ModelError, OasisError, PromptError
+from oasiskv.evals.cli import app as eval_app
+from oasiskv.generation import generate as run_generate
+from oasiskv.hf.loading import LoadedModel, load_model
+from oasiskv.hf.tokens import encode, load_tokenizer
+from oasiskv.models.cli import app as models_app
+from oasiskv.models.resolve import resolve_model
+
+# typer keeps its copy of click private; what it raises on bad usage is the base of BadParameter.
+_UsageError = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    help="Decode with the KV cache outside fast memory.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(models_app, name="models", help="List and fetch the built-in models.")
+app.add_typer(eval_app, name="eval", help="Measure accuracy and traffic.")
+
+
+class DraftKind(StrEnum):
+    """Where lookahead tokens come from."""
+
+    NONE = "none"
+    NGRAM = "ngram"
+    ASSISTANT = "assistant"
+
+
+class DigestKind(StrEnum):
+    """What a block is scored by."""
+
+    MINMAX = "minmax"
+    KEYS4 = "keys4"
+
+
+class Dtype(StrEnum):
+    """Dtype of weights and KV."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+@app.callback()
+def _root() -> None:
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+@app.command()
+def generate(
+    prompt_file: Annotated[Path, typer.Option(help="text to continue; - reads standard input")],
+    model: Annotated[str, typer.Option(help="built-in name, folder or hub id")] = "smollm2-135m",
+    budget: Annotated[int, typer.Option(help="K: wanted tokens per step, layer, KV head")] = 1024,
+    hot: Annotated[int, typer.Option(help="S: tokens of the hot set")] = 1536,
+    sink: Annotated[int, typer.Option(help="first tokens, always in the fast tier")] = 16,
+    window: Annotated[int, typer.Option(help="most recent tokens, always in the fast tier")] = 64,
+    threshold: Annotated[
+        int | None, typer.Option(help="tokens past which decoding is sparse")
+    ] = None,
+    dense: Annotated[bool, typer.Option("--dense", help="never go sparse")] = False,
+    lookahead: Annotated[LookaheadMode, typer.Option()] = LookaheadMode.HELD_BACK,
+    draft: Annotated[DraftKind, typer.Option()] = DraftKind.NGRAM,
+    assistant: Annotated[
+        str | None, typer.Option(help="smaller model for --draft assistant")
+    ] = None,
+    draft_tokens: Annotated[int, typer.Option(help="most drafts in one step")] = 4,
+    digest: Annotated[DigestKind, typer.Option()] = DigestKind.KEYS4,
+    hysteresis: Annotated[float, typer.Option(help="score factor of resident blocks")] = 2.0,
+    cap: Annotated[float, typer.Option(help="most fetched per step, share of the budget")] = 0.1,
+    host_gib: Annotated[float | None, typer.Option(help="size of the host store")] = None,
+    max_new_tokens: Annotated[int, typer.Option()] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="wrap in the chat template")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default what is there")] = None,
+    dtype: Annotated[Dtype, typer.Option()] = Dtype.FLOAT32,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object only")] = False,
+    plot: Annotated[Path | None, typer.Option(help="picture of hits and traffic")] = None,
+) -> None:
+    """Continue a text while only a fixed hot set of its KV is in the fast tier."""
+    config = OasisConfig(
+        mode="dense" if dense else "always",
+        budget_tokens=budget,
+        hot_tokens=hot,
+        sink_tokens=sink,
+        window_tokens=window,
+        threshold_tokens=threshold,
+        digest=digest.value,
+        hysteresis=hysteresis,
+        cap_fraction=cap,
+        lookahead=lookahead,
+        draft_tokens=draft_tokens,
+        host_gib=host_gib,
+    )
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    text = _read_prompt(prompt_file)
+    folder = resolve_model(model)
+    loaded = load_model(folder, getattr(torch, dtype.value), _device(device))
+    tokenizer = load_tokenizer(folder)
+    drafts = _draft_source(draft, assistant, loaded)
+    console = Console(highlight=False)
+    report = run_generate(
+        loaded,
+        tokenizer,
+        config,
+        encode(tokenizer, text, chat),
+        max_new_tokens,
+        drafts,
+        sampling,
+        on_text=(lambda piece: None) if as_json else _print_piece,
+    )
+    if as_json:
+        sys.stdout.write(json.dumps(report.as_json()) + "\n")
+    else:
+        console.print()
+        console.print(report.as_table())
+    if plot is not None:
+        report.plot(plot)
+
+
+def main() -> NoReturn:
+    """Entry point: an error of the user's making is one line and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except OasisError as error:
+        _fail(str(error))
+    except _UsageError as error:
+        _fail(error.format_message())  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        sys.stderr.write("\ninterrupted\n")
+        sys.exit(130)
+    sys.exit(code or 0)
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(f"oasiskv: error: {' '.join(message.split())}\n")
+    sys.exit(2)
+
+
+def _print_piece(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _read_prompt(path: Path) -> str:
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"cannot read the prompt file {path}: {error}") from error
+    if not text.strip():
+        raise PromptError(f"the prompt file {path} is empty: it must hold text to continue")
+    return text
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is not legal: cpu or cuda is needed") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: no CUDA device is there; --device cpu works")
+    return device
+
+
+def _draft_source(kind: DraftKind, assistant: str | None, loaded: LoadedModel) -> DraftSource:
+    if kind is DraftKind.NONE:
+        return NoDrafts()
+    if kind is DraftKind.NGRAM:
+        return NgramDrafts()
+    if assistant is None:
+        raise ConfigError("--draft assistant needs --assistant MODEL, a smaller model to draft")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        resolve_model(assistant), dtype=loaded.model.dtype
+    ).to(loaded.device)
+    return AssistantDrafts(model, loaded.vocab_size)

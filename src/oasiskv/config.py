@@ -1,0 +1,143 @@
+"""Every setting of OasisKV, with units, validated; unknown keys are refused."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from oasiskv.drafts.lookahead import LookaheadMode
+from oasiskv.errors import ConfigError
+
+BLOCK_TOKENS = 16
+"""Tokens of one block, the unit of selection and transfer."""
+
+
+class OasisConfig(BaseModel):
+    """Settings of the sparse path; immutable.
+
+    Sizes in tokens are multiples of the block (16 tokens). ``budget_tokens`` is K of the docs and
+    ``hot_tokens`` is S, both per layer and KV head.
+
+    Raises:
+        ConfigError: an unknown setting, or a value that is not legal; names the setting, the
+            value and what would be legal.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["always", "dense"] = Field(
+        "always", description="always: go sparse past the threshold; dense: never (the anchor)"
+    )
+    budget_tokens: int = Field(2048, description="K: tokens wanted per step, layer and KV head")
+    hot_tokens: int = Field(3072, description="S: tokens the hot set holds per layer and KV head")
+    sink_tokens: int = Field(16, description="first tokens, always in the fast tier")
+    window_tokens: int = Field(
+        64, description="most recent closed tokens always in the fast tier, beside the open block"
+    )
+    threshold_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="context length past which a request goes sparse; None: sink + hot + window "
+        "+ one block",
+    )
+    digest: Literal["minmax", "keys4"] = Field(
+        "keys4", description="what a block is scored by: min and max of its keys, or 4-bit keys"
+    )
+    minmax_mix: float = Field(
+        0.5, ge=0, le=1, description="weight of the spread in a min/max score; 1 is Quest's bound"
+    )
+    hysteresis: float = Field(
+        2.0, ge=1, description="factor on the score of a block that is already in a slot"
+    )
+    cap_fraction: float | None = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="most blocks fetched per step, layer and KV head, as a share of the budget "
+        "(at least one block); None: no cap but the budget",
+    )
+    lookahead: LookaheadMode = Field(
+        LookaheadMode.HELD_BACK, description="which query predicts the next step's blocks"
+    )
+    draft_tokens: int = Field(4, ge=1, le=64, description="most draft tokens fed in one step")
+    prefill_tokens: int = Field(
+        512, ge=1, description="most prompt tokens of one request computed in one step"
+    )
+    host_gib: float | None = Field(
+        None, gt=0, description="size of the host store, GiB; None: what the requests at hand need"
+    )
+    transfer_timeout_s: float = Field(
+        30.0, gt=0, description="seconds after which a transfer that is waited for has failed"
+    )
+
+    def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - pydantic's own signature
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise ConfigError(_describe(error)) from None
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> "OasisConfig":
+        for name, least in (
+            ("budget_tokens", BLOCK_TOKENS),
+            ("hot_tokens", BLOCK_TOKENS),
+            ("sink_tokens", 0),
+            ("window_tokens", BLOCK_TOKENS),
+        ):
+            value = getattr(self, name)
+            if value < least or value % BLOCK_TOKENS:
+                raise ConfigError(
+                    f"{name}={value} is not legal: it must be a multiple of the block "
+                    f"({BLOCK_TOKENS} tokens), at least {least}"
+                )
+        if self.hot_tokens < self.budget_tokens:
+            raise ConfigError(
+                f"hot_tokens={self.hot_tokens} is not legal: the hot set must hold the budget, "
+                f"so at least budget_tokens={self.budget_tokens}"
+            )
+        return self
+
+    @property
+    def budget_blocks(self) -> int:
+        """K: blocks wanted per step, layer and KV head."""
+        return self.budget_tokens // BLOCK_TOKENS
+
+    @property
+    def hot_blocks(self) -> int:
+        """S: slots per layer and KV head."""
+        return self.hot_tokens // BLOCK_TOKENS
+
+    @property
+    def sink_blocks(self) -> int:
+        """Blocks of the sink."""
+        return self.sink_tokens // BLOCK_TOKENS
+
+    @property
+    def window_blocks(self) -> int:
+        """Closed blocks of the window; the open block comes on top."""
+        return self.window_tokens // BLOCK_TOKENS
+
+    @property
+    def cap_blocks(self) -> int:
+        """Most blocks fetched per step, layer and KV head."""
+        if self.cap_fraction is None:
+            return self.budget_blocks
+        return max(1, int(self.cap_fraction * self.budget_blocks))
+
+    @property
+    def resolved_threshold_tokens(self) -> int:
+        """Context length past which a request goes sparse."""
+        if self.threshold_tokens is not None:
+            return self.threshold_tokens
+        return self.sink_tokens + self.hot_tokens + self.window_tokens + BLOCK_TOKENS
+
+
+def _describe(error: ValidationError) -> str:
+    """One line for the first fault that pydantic found."""
+    fault = error.errors()[0]
+    name = ".".join(str(part) for part in fault["loc"]) or "settings"
+    if fault["type"] == "extra_forbidden":
+        legal = ", ".join(sorted(OasisConfig.model_fields))
+        return f"unknown setting {name}={fault['input']!r}; known settings: {legal}"
+    if fault["type"] == "enum":
+        return f"{name}={fault['input']!r} is not legal: it must be {fault['ctx']['expected']}"
+    return f"{name}={fault['input']!r} is not legal: {fault['msg'].lower()}"

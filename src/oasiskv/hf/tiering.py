@@ -1,0 +1,242 @@
+"""Moves blocks between the fast tier and the store for the reference engine."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from oasiskv.config import OasisConfig
+from oasiskv.core.digests import DigestPool
+from oasiskv.core.pipeline import LayerPlan, Pipeline
+from oasiskv.core.residency import ResidentMap
+from oasiskv.core.selection import Selection, Selector, top_blocks
+from oasiskv.errors import TransferError
+from oasiskv.hf.loading import LoadedModel
+from oasiskv.hf.request import Phase, Request, StepTraffic
+from oasiskv.stores.base import Store, Ticket
+
+
+class Tiering:
+    """Write-through, transition, window, selection and transfers of all requests.
+
+    Args:
+        loaded: the model.
+        config: settings.
+        store: where closed blocks go.
+    """
+
+    def __init__(self, loaded: LoadedModel, config: OasisConfig, store: Store) -> None:
+        self._geometry = loaded.geometry
+        self._device = loaded.device
+        self._config = config
+        self.store = store
+        self.digests = DigestPool(
+            loaded.geometry, store.capacity_blocks, config.digest, config.minmax_mix, loaded.device
+        )
+        self.selector = Selector(
+            config, loaded.geometry, self.digests, loaded.geometry.head_dim**-0.5
+        )
+        self._owners: dict[tuple[str, int], Request] = {}
+        self.ignored = 0
+
+    @property
+    def draining(self) -> int:
+        """Ended requests whose store blocks still wait for a completion."""
+        return sum(not request.phase.running for request in self._owners.values())
+
+    def close_blocks(self, request: Request, step: int) -> None:
+        """Write blocks that are full of accepted tokens through to the store; build digests.
+
+        Raises:
+            StoreFullError: the store has no room; nothing was written.
+        """
+        first = len(request.store_blocks)
+        end = request.computed // self._geometry.block_tokens
+        if end == first:
+            return
+        blocks = self.store.reserve(end - first)
+        request.store_blocks.extend(blocks)
+        self._owners[request.request_id, request.generation] = request
+        tiles = request.kv.tiles(first, end)
+        self.digests.build(blocks, tiles)
+        ticket = Ticket("write", request.request_id, request.generation, step)
+        request.writes[ticket] = range(first, end)
+        self.store.write(ticket, blocks, tiles)
+        self.collect()
+
+    def go_sparse(self, request: Request, queries: torch.Tensor, step: int) -> None:
+        """The transition of one request.
+
+        Args:
+            request: a dense request whose closed blocks are written.
+            queries: its latest queries, ``[layers, n, query heads, head_dim]``.
+            step: the step that has just run.
+
+        Raises:
+            TransferError: the store did not acknowledge the blocks that would leave.
+        """
+        size = self._geometry.block_tokens
+        start = max(0, request.computed // size - self._config.window_blocks)
+        sinks = min(self._config.sink_blocks, start)
+        self._await_acks(request, start)
+        residents = ResidentMap(self._geometry, self._config.hot_blocks, self._device)
+        candidates = self._store_index(request)[sinks:start]
+        if len(candidates):
+            scores = self.selector.score(queries, candidates)
+            blocks, wanted = self.selector.first_fill(scores, residents.num_slots)
+            residents.fill(blocks, wanted, step)
+        request.stats.dense_kv_bytes = request.kv.nbytes
+        chosen = residents.blocks[..., : residents.filled]
+        request.kv.go_sparse(chosen, sinks, start, self._geometry.blocks_for(request.computed))
+        request.residents = residents
+        request.pipeline = Pipeline(
+            request.request_id, request.generation, self._geometry.num_layers
+        )
+        request.phase = Phase.SPARSE
+
+    def advance(self, request: Request, residents: ResidentMap, step: int) -> None:
+        """Let blocks that are no longer recent leave the window.
+
+        Raises:
+            TransferError: the store did not acknowledge a block that would leave.
+        """
+        start = request.computed // self._geometry.block_tokens - self._config.window_blocks
+        if start > request.kv.window_start:
+            self._await_acks(request, start)
+            request.kv.advance(start, residents, step)
+
+    def candidates(self, request: Request) -> torch.Tensor:
+        """Store blocks of the request's blocks between sink and window: int64 ``[n]``."""
+        return self._store_index(request)[self._config.sink_blocks : request.kv.window_start]
+
+    def select(
+        self,
+        request: Request,
+        residents: ResidentMap,
+        pipeline: Pipeline,
+        queries: torch.Tensor,
+        step: int,
+    ) -> Selection | None:
+        """Predict what the next step wants and start to fetch what is missing.
+
+        Args:
+            request: a sparse request.
+            residents: its resident map.
+            pipeline: its transfers.
+            queries: lookahead queries, ``[layers, n, query heads, head_dim]``.
+            step: the step that has just run.
+
+        Returns:
+            What was selected, or None while there is nothing between sink and window.
+        """
+        candidates = self.candidates(request)
+        if not len(candidates):
+            return None
+        for layer in range(self._geometry.num_layers):
+            pipeline.predicted(layer, step)
+        scores = self.selector.score(queries, candidates)
+        request.predicted = top_blocks(scores, self._config.budget_blocks)
+        selection = self.selector.plan(scores, residents, step)
+        moved = 0
+        for layer, plan in enumerate(selection.layers):
+            pipeline.planned(layer, plan)
+            if plan.num_tiles:
+                moved += self.transfer(request, pipeline, layer, plan)
+            else:
+                _commit(residents, layer, pipeline.settle(layer))
+        request.stats.traffic.append(
+            StepTraffic(
+                step=step,
+                fetched_bytes=moved,
+                wanted=int((selection.wanted >= 0).sum()),
+                misses=selection.misses.sum(dim=-1).cpu(),
+                fetched=sum(plan.num_tiles for plan in selection.layers),
+            )
+        )
+        return selection
+
+    def transfer(
+        self, request: Request, pipeline: Pipeline, layer: int, plan: LayerPlan
+    ) -> int:
+        """Start to carry out the swap plan of one layer, which is planned in ``pipeline``.
+
+        Returns:
+            Bytes that it moves.
+        """
+        ticket = pipeline.launch(layer)
+        store_blocks = self._store_index(request)[plan.sources.clamp(min=0)]
+        sources = torch.where(plan.sources >= 0, store_blocks, -1)
+        slots = torch.where(plan.victims >= 0, plan.victims + request.kv.slot_base, -1)
+        tiles = request.kv.layers[request.kv.full_layers[layer]]
+        return self.store.read(ticket, sources, tiles, slots)
+
+    def settle(self, request: Request, pipeline: Pipeline) -> None:
+        """Wait for the transfers of the last step: a slot being written must not be read.
+
+        Raises:
+            TransferError: one did not complete in time.
+        """
+        self._await(lambda: not pipeline.waiting(), f"transfers of request {request.request_id}")
+
+    def collect(self, timeout_s: float = 0.0) -> None:
+        """Take over completions; those that match nothing change nothing."""
+        for ticket in self.store.poll(timeout_s):
+            owner = self._owners.get((ticket.request_id, ticket.generation))
+            if owner is None or ticket not in owner.outstanding:
+                self.ignored += 1
+                continue
+            if ticket.kind == "write":
+                owner.acked.update(owner.writes.pop(ticket))
+            elif owner.pipeline is not None and owner.residents is not None:
+                plan = owner.pipeline.complete(ticket)
+                if plan is not None:
+                    _commit(owner.residents, ticket.layer, plan)
+            if not owner.phase.running and not owner.outstanding:
+                self._give_back(owner)
+
+    def release(self, request: Request) -> None:
+        """Give back what an ended request holds; its store blocks once nothing is on its way."""
+        request.kv.drop()
+        self.collect()
+        owned = (request.request_id, request.generation) in self._owners
+        if owned and not request.outstanding:
+            self._give_back(request)
+
+    def drain(self) -> None:
+        """Wait until no ended request holds store blocks any more.
+
+        Raises:
+            TransferError: a completion did not come in time.
+        """
+        self._await(lambda: not self.draining, "transfers of ended requests")
+
+    def _store_index(self, request: Request) -> torch.Tensor:
+        return torch.tensor(request.store_blocks, dtype=torch.int64, device=self._device)
+
+    def _await_acks(self, request: Request, blocks: int) -> None:
+        self._await(
+            lambda: request.acked.issuperset(range(blocks)),
+            f"writes of blocks below {blocks} of request {request.request_id}",
+        )
+
+    def _await(self, done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self._config.transfer_timeout_s
+        self.collect()
+        while not done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TransferError(
+                    f"{what} did not complete within transfer_timeout_s="
+                    f"{self._config.transfer_timeout_s}; the store is stalled or has lost them"
+                )
+            self.collect(left)
+
+    def _give_back(self, request: Request) -> None:
+        del self._owners[request.request_id, request.generation]
+        self.digests.release(request.store_blocks)
+        self.store.free(request.store_blocks)
+        request.store_blocks = []
+
+
+def _commit(residents: ResidentMap, layer: int, plan: LayerPlan) -> None:
+    residents.commit(layer, plan.sources, plan.victims, plan.last_wanted)

@@ -1,0 +1,97 @@
+"""The host store: one pool in host memory, allocated once, pinned where CUDA is there."""
+
+from collections.abc import Sequence
+
+import torch
+
+from oasiskv.core.geometry import KVGeometry
+from oasiskv.errors import ConfigError, StateError, StoreFullError
+from oasiskv.ops.gather.reference import gather_tiles
+from oasiskv.stores.base import Store, Ticket
+
+
+class HostStore(Store):
+    """Closed blocks in host memory, ``[blocks, layers, heads, block_tokens, 2 * head_dim]``.
+
+    A block is one contiguous range over all layers and heads, so that it can travel as one. Copies
+    run on the caller's stream and are complete, in that stream's order, when the call returns.
+
+    Args:
+        geometry: sizes of a block.
+        capacity_blocks: blocks to allocate, at once; at least 1.
+    """
+
+    def __init__(self, geometry: KVGeometry, capacity_blocks: int) -> None:
+        if capacity_blocks < 1:
+            raise ConfigError(
+                f"host_gib gives a store of {capacity_blocks} blocks: it must hold at least one "
+                f"block, {geometry.block_bytes} bytes"
+            )
+        self.geometry = geometry
+        self.capacity_blocks = capacity_blocks
+        self.pinned = torch.cuda.is_available()
+        self._pool = torch.empty(
+            (capacity_blocks, geometry.num_layers, geometry.num_kv_heads, *geometry.tile_shape),
+            dtype=geometry.dtype,
+            pin_memory=self.pinned,
+        )
+        self._free = list(range(capacity_blocks - 1, -1, -1))
+        self._reserved: set[int] = set()
+        self._completed: list[Ticket] = []
+
+    @classmethod
+    def of_size(cls, geometry: KVGeometry, host_gib: float) -> "HostStore":
+        """The largest store of at most ``host_gib`` GiB."""
+        return cls(geometry, int(host_gib * 2**30) // geometry.block_bytes)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that ``reserve`` can still hand out."""
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool, from its storage."""
+        return self._pool.untyped_storage().nbytes()
+
+    def reserve(self, count: int) -> list[int]:
+        """Take ``count`` blocks, lowest index first on a fresh store."""
+        if count > len(self._free):
+            raise StoreFullError(
+                f"the host store is full: {count} more blocks are needed, {len(self._free)} of "
+                f"{self.capacity_blocks} are free; raise host_gib (one block is "
+                f"{self.geometry.block_bytes} bytes) or run fewer requests"
+            )
+        blocks = [self._free.pop() for _ in range(count)]
+        self._reserved.update(blocks)
+        return blocks
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give blocks back."""
+        strangers = set(blocks) - self._reserved
+        if strangers or len(set(blocks)) != len(blocks):
+            raise StateError(f"blocks {sorted(strangers) or list(blocks)} are not reserved once")
+        self._reserved.difference_update(blocks)
+        self._free.extend(blocks)
+
+    def write(self, ticket: Ticket, blocks: Sequence[int], tiles: torch.Tensor) -> None:
+        """Copy closed blocks into the store; complete on return."""
+        self._pool[list(blocks)] = tiles.to(self._pool.device)
+        self._completed.append(ticket)
+
+    def read(
+        self,
+        ticket: Ticket,
+        source_index: torch.Tensor,
+        dest: torch.Tensor,
+        dest_index: torch.Tensor,
+    ) -> int:
+        """Copy tiles of one layer into slots; complete on return."""
+        moved = gather_tiles(self._pool[:, ticket.layer], source_index, dest, dest_index)
+        self._completed.append(ticket)
+        return moved
+
+    def poll(self, timeout_s: float = 0.0) -> list[Ticket]:
+        """Completions since the last call; there is never one to wait for."""
+        completed, self._completed = self._completed, []
+        return completed

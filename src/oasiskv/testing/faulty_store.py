@@ -1,0 +1,86 @@
+"""A host store whose completions come late, twice, out of order, from strangers, or never."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from oasiskv.core.geometry import KVGeometry
+from oasiskv.stores.base import Ticket
+from oasiskv.stores.host import HostStore
+
+
+class FaultyStore(HostStore):
+    """Copies nothing until the completion is delivered, and delivers by a seed.
+
+    Args:
+        geometry: sizes of a block.
+        capacity_blocks: blocks of the store.
+        seed: drives every choice.
+        repeat: chance that a delivered completion comes once more later.
+        foreign: chance per poll of a completion that nobody asked for.
+        lose: tells of each ticket whether it is lost for ever, copy and completion.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        capacity_blocks: int,
+        seed: int = 0,
+        repeat: float = 0.5,
+        foreign: float = 0.5,
+        lose: Callable[[Ticket], bool] = lambda ticket: False,
+    ) -> None:
+        super().__init__(geometry, capacity_blocks)
+        self._random = random.Random(seed)
+        self._repeat = repeat
+        self._foreign = foreign
+        self._lose = lose
+        self._pending: list[tuple[Ticket, Callable[[], object]]] = []
+        self._again: list[Ticket] = []
+
+    @property
+    def pending(self) -> int:
+        """Writes and transfers that have not been delivered."""
+        return len(self._pending)
+
+    def write(self, ticket: Ticket, blocks: Sequence[int], tiles: torch.Tensor) -> None:
+        """Note the write; it happens when it is delivered."""
+        self._note(ticket, lambda: super(FaultyStore, self).write(ticket, blocks, tiles))
+
+    def read(
+        self,
+        ticket: Ticket,
+        source_index: torch.Tensor,
+        dest: torch.Tensor,
+        dest_index: torch.Tensor,
+    ) -> int:
+        """Note the transfer; it happens when it is delivered."""
+        self._note(
+            ticket,
+            lambda: super(FaultyStore, self).read(ticket, source_index, dest, dest_index),
+        )
+        return int((dest_index >= 0).sum()) * self.geometry.tile_bytes
+
+    def poll(self, timeout_s: float = 0.0) -> list[Ticket]:
+        """Deliver a random few, or at least one if the caller waits."""
+        least = 1 if timeout_s > 0 and self._pending else 0
+        for _ in range(self._random.randint(least, max(least, len(self._pending) // 2))):
+            _, carry_out = self._pending.pop(self._random.randrange(len(self._pending)))
+            carry_out()
+        delivered = super().poll()
+        repeated, self._again = self._again, []
+        self._again = [t for t in delivered if self._random.random() < self._repeat]
+        answer = delivered + repeated
+        if answer and self._random.random() < self._foreign:
+            stranger = self._random.choice(answer)
+            answer.append(replace(stranger, generation=stranger.generation + 1000))
+            answer.append(replace(stranger, step=stranger.step + 1000))
+            answer.append(replace(stranger, request_id="stranger"))
+        self._random.shuffle(answer)
+        return answer
+
+    def _note(self, ticket: Ticket, carry_out: Callable[[], object]) -> None:
+        if not self._lose(ticket):
+            self._pending.append((ticket, carry_out))
