@@ -1,1 +1,1 @@
-
+"""The five operations of sparse decoding, one folder each; `reference.py` is the definition."""

@@ -1,1 +1,1 @@
-
+"""Attend: exact attention of one request over its compact block table."""

@@ -1,1 +1,1 @@
-
+"""Gather: carry out a swap plan, tile by tile."""

@@ -1,0 +1,39 @@
+"""Moving tiles from one set of blocks into another, in plain PyTorch."""
+
+from torch import Tensor
+
+
+def gather_tiles(source: Tensor, source_index: Tensor, dest: Tensor, dest_index: Tensor) -> int:
+    """Copy tiles in place: ``dest[dest_index[h, c], h] = source[source_index[h, c], h]``.
+
+    Pairs whose two indices are -1 are left out. Pairs of one call never share a destination
+    (contract, not checked). Both tensors may be strided views, such as one layer of a larger store;
+    offsets are int64, so past 2**31 elements too.
+
+    Args:
+        source: ``[NB, H, B, 2D]``, on any device, pinned host memory included.
+        source_index: int64 ``[H, C]``, block of ``source``, or -1.
+        dest: ``[MB, H, B, 2D]``, same dtype and tile as ``source``, on any device.
+        dest_index: int64 ``[H, C]``, block of ``dest``, or -1 where ``source_index`` is.
+
+    Returns:
+        Bytes moved. When it returns, the copy is done or ordered on the current stream of ``dest``.
+
+    Raises:
+        ValueError: dtype or tile shape of ``dest`` and ``source`` differ, or only one index of a
+            pair is negative.
+    """
+    if source.dtype != dest.dtype or source.shape[1:] != dest.shape[1:]:
+        raise ValueError(
+            f"source and dest must hold the same tiles; found {source.dtype} "
+            f"{list(source.shape[1:])} and {dest.dtype} {list(dest.shape[1:])}"
+        )
+    source_index, dest_index = source_index.to(source.device), dest_index.to(source.device)
+    used = source_index >= 0
+    half_pairs = int((used != (dest_index >= 0)).sum())
+    if half_pairs:
+        raise ValueError(f"both indices of a pair must be -1 or neither; {half_pairs} are not so")
+    head, place = used.nonzero(as_tuple=True)
+    tiles = source[source_index[head, place], head].to(dest.device)
+    dest[dest_index[head, place].to(dest.device), head.to(dest.device)] = tiles
+    return tiles.numel() * tiles.element_size()
