@@ -209,7 +209,7 @@ class Engine:
         while self.running:
             yield from self.step()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self) -> list[StepOutput]:
         """One forward of the target model over all running requests."""
         self.step_number += 1
@@ -357,8 +357,9 @@ class Engine:
             try:
                 tiering.close_blocks(request, self.step_number)
             except StoreFullError as error:
-                self._fail(max(self.running, key=lambda other: other.generation), error)
-                tiering.drain()
+                newest = max(self.running, key=lambda other: other.generation)
+                self._fail(newest, error)
+                tiering.drain(newest)
             else:
                 return
 

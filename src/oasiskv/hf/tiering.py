@@ -202,13 +202,18 @@ class Tiering:
         if owned and not request.outstanding:
             self._give_back(request)
 
-    def drain(self) -> None:
-        """Wait until no ended request holds store blocks any more.
+    def drain(self, request: Request | None = None) -> None:
+        """Wait until an ended request, or every ended one, holds no store blocks any more.
 
         Raises:
             TransferError: a completion did not come in time.
         """
-        self._await(lambda: not self.draining, "transfers of ended requests")
+        if request is None:
+            self._await(lambda: not self.draining, "transfers of ended requests")
+        else:
+            self._await(
+                lambda: not request.store_blocks, f"transfers of request {request.request_id}"
+            )
 
     def _store_index(self, request: Request) -> torch.Tensor:
         return torch.tensor(request.store_blocks, dtype=torch.int64, device=self._device)

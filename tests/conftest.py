@@ -1,0 +1,17 @@
+"""Shared fixtures: memory that nobody wrote holds NaN, so that reading it shows."""
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """``torch.empty`` gives NaN (integers: their largest value) in every test."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
