@@ -73,11 +73,18 @@ def ensure_folder(
     if is_ready(final, recipe):
         return final
     with _writable(root), _locked(root / ".lock", on_wait):
-        for litter in root.glob(f"{WORK_PREFIX}*"):
-            shutil.rmtree(litter)
+        _sweep(root)
         if not is_ready(final, recipe):
             _make(root, final, recipe, build, need_bytes)
     return final
+
+
+def _sweep(root: Path) -> None:
+    for litter in list(root.glob(f"{WORK_PREFIX}*")):
+        # Moved first: a download that outlived its killed parent can create nothing in it then.
+        bin_folder = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=root))
+        litter.rename(bin_folder / "litter")
+        shutil.rmtree(bin_folder)
 
 
 def _make(root: Path, final: Path, recipe: int, build: Build, need_bytes: int) -> None:
