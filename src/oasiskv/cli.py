@@ -4,7 +4,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import torch
 import typer
@@ -17,7 +17,7 @@ from oasiskv.drafts.base import DraftSource, NoDrafts
 from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.drafts.ngram import NgramDrafts
 from oasiskv.drafts.verify import Sampling
-from oasiskv.errors import ConfigError, ModelError, OasisError, PromptError
+from oasiskv.errors import ConfigError, OasisError, PromptError
 from oasiskv.evals.cli import app as eval_app
 from oasiskv.generation import generate as run_generate
 from oasiskv.hf.loading import LoadedModel, load_model
@@ -26,7 +26,7 @@ from oasiskv.models.cli import app as models_app
 from oasiskv.models.resolve import resolve_model
 
 # typer keeps its copy of click private; what it raises on bad usage is the base of BadParameter.
-_UsageError = typer.BadParameter.__bases__[0]
+_UsageError = cast(type[Exception], typer.BadParameter.__bases__[0])
 
 app = typer.Typer(
     help="Decode with the KV cache outside fast memory.",
@@ -146,7 +146,7 @@ def main() -> NoReturn:
     except OasisError as error:
         _fail(str(error))
     except _UsageError as error:
-        _fail(error.format_message())  # type: ignore[attr-defined]
+        _fail(cast(Any, error).format_message())
     except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("\ninterrupted\n")
         sys.exit(130)

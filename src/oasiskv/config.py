@@ -1,6 +1,7 @@
 """Every setting of OasisKV, with units, validated; unknown keys are refused."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -46,7 +47,10 @@ class OasisConfig(BaseModel):
         0.5, ge=0, le=1, description="weight of the spread in a min/max score; 1 is Quest's bound"
     )
     hysteresis: float = Field(
-        2.0, ge=1, description="factor on the score of a block that is already in a slot"
+        2.0,
+        ge=1,
+        allow_inf_nan=False,
+        description="factor on the score of a block that is already in a slot",
     )
     cap_fraction: float | None = Field(
         0.1,
@@ -63,7 +67,10 @@ class OasisConfig(BaseModel):
         512, ge=1, description="most prompt tokens of one request computed in one step"
     )
     host_gib: float | None = Field(
-        None, gt=0, description="size of the host store, GiB; None: what the requests at hand need"
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="size of the host store, GiB; None: what the requests at hand need",
     )
     transfer_timeout_s: float = Field(
         30.0, gt=0, description="seconds after which a transfer that is waited for has failed"
@@ -74,6 +81,10 @@ class OasisConfig(BaseModel):
             super().__init__(**settings)
         except ValidationError as error:
             raise ConfigError(_describe(error)) from None
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some settings changed, validated like a new one (pydantic's is not)."""
+        return type(self)(**{**self.model_dump(), **(update or {})})
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "OasisConfig":
@@ -137,7 +148,8 @@ def _describe(error: ValidationError) -> str:
     name = ".".join(str(part) for part in fault["loc"]) or "settings"
     if fault["type"] == "extra_forbidden":
         legal = ", ".join(sorted(OasisConfig.model_fields))
-        return f"unknown setting {name}={fault['input']!r}; known settings: {legal}"
-    if fault["type"] == "enum":
-        return f"{name}={fault['input']!r} is not legal: it must be {fault['ctx']['expected']}"
-    return f"{name}={fault['input']!r} is not legal: {fault['msg'].lower()}"
+        text = f"unknown setting {name}={fault['input']!r}; known settings: {legal}"
+    else:
+        legal = fault["msg"].replace("Input should", "it must")
+        text = f"{name}={fault['input']!r} is not legal: {legal}"
+    return " ".join(text.splitlines())

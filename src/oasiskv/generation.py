@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from oasiskv.config import OasisConfig
@@ -76,8 +77,10 @@ def _report(engine: Engine, request: Request, text: str) -> GenerationReport:
     geometry, config, tiering = engine.loaded.geometry, engine.config, engine.tiering
     stats = request.stats
     wanted = sum(step.wanted for step in stats.traffic)
-    misses = sum(step.misses.double() for step in stats.traffic)
-    by_layer = [1.0 - float(m) * geometry.num_layers / wanted for m in misses] if wanted else []
+    by_layer: list[float] = []
+    if wanted:
+        misses = torch.stack([step.misses for step in stats.traffic]).sum(dim=0)
+        by_layer = [1.0 - float(m) * geometry.num_layers / wanted for m in misses]
     tokens = len(request.prompt) + len(request.output)
     return GenerationReport(
         text=text,
@@ -92,7 +95,7 @@ def _report(engine: Engine, request: Request, text: str) -> GenerationReport:
         * geometry.num_kv_heads
         * config.cap_blocks
         * geometry.tile_bytes,
-        hit_rate=1.0 - float(misses.sum()) / wanted if wanted else None,
+        hit_rate=sum(by_layer) / len(by_layer) if by_layer else None,
         agreement=sum(stats.agreement) / len(stats.agreement) if stats.agreement else None,
         tokens_per_step=sum(stats.accepted) / len(stats.accepted) if stats.accepted else 1.0,
         hit_rate_by_layer=by_layer,

@@ -85,6 +85,7 @@ class GenerationReport:
         """
         try:
             from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
         except ImportError as error:
             raise ConfigError(
                 "--plot needs matplotlib: pip install 'oasiskv[plot]' (or leave --plot out)"
@@ -97,6 +98,7 @@ class GenerationReport:
         over_time.axhline(self.cap_bytes_per_step / _MIB, ls="--", color="gray", label="cap")
         over_time.set(xlabel="sparse step", ylabel="MiB", title="Bytes per step")
         over_time.set_ylim(bottom=0)
+        over_time.xaxis.set_major_locator(MaxNLocator(integer=True))
         over_time.legend()
         figure.savefig(path)
 

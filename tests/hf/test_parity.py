@@ -64,7 +64,9 @@ def run(loaded, prompts, config, drafts, new=NEW):
     engine.before_step, engine.observer = refetch, log
     ids = [str(index) for index in range(len(prompts))]
     requests = [engine.submit(i, p, new) for i, p in zip(ids, prompts, strict=True)]
-    dense = {r.request_id: [weakref.ref(r.kv.layers[i]) for i in r.kv.full_layers] for r in requests}
+    dense = {
+        r.request_id: [weakref.ref(r.kv.layers[i]) for i in r.kv.full_layers] for r in requests
+    }
     for output in engine.stream():
         assert output.error is None
         for request in engine.running:

@@ -64,7 +64,7 @@ def stock_llama():
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """Random tokens with stretches that come again, so that n-gram drafts have something to find."""
+    """Random tokens; the first quarter comes again at the end, for n-gram drafts to find."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     tokens = torch.randint(VOCAB, (length,), generator=generator).tolist()
     quarter = length // 4
@@ -83,7 +83,7 @@ def stock_greedy(model, prompt: list[int], new: int) -> tuple[list[int], torch.T
 
 
 def same_up_to_ties(tokens: list[int], expected: list[int], logits: torch.Tensor) -> bool:
-    """Whether greedy tokens agree, but for ties below 1e-4 in the logits, after which they may part."""
+    """Whether greedy tokens agree, up to a tie below 1e-4 in the logits, where they may part."""
     for ours, theirs, row in zip(tokens, expected, logits, strict=True):
         if ours != theirs:
             return abs(float(row[ours] - row[theirs])) < 1e-4

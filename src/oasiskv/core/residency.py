@@ -74,8 +74,9 @@ class ResidentMap:
             StateError: with the first offence found. Run by tests after every step.
         """
         held = self.blocks[..., : self.filled]
-        if self.filled and bool(((held < first) | (held >= end)).any()):
-            raise StateError(f"a slot holds a block outside {first}..{end - 1}: {held.unique()}")
+        strangers = sorted(set(held[(held < first) | (held >= end)].tolist()))
+        if strangers:
+            raise StateError(f"slots hold blocks outside {first}..{end - 1}: {strangers}")
         if bool((self.blocks[..., self.filled :] != -1).any()):
             raise StateError(f"a slot past the {self.filled} filled ones holds a block")
         ordered = held.sort(dim=-1).values

@@ -103,9 +103,7 @@ def churn_command(
     arms = [(factor, size) for size in sizes for factor in factors]
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("runs", total=len(arms) * texts)
-        results = churn.run(
-            loaded, passages, tokens, config, arms, lambda: progress.advance(task)
-        )
+        results = churn.run(loaded, passages, tokens, config, arms, lambda: progress.advance(task))
     table = Table("hot", "hysteresis", "missing / budget", "by text", "worst step")
     for result in results:
         mean = sum(result.per_text) / len(result.per_text)

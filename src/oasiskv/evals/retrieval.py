@@ -20,9 +20,10 @@ from oasiskv.stores.host import HostStore
 
 # Two-word keys and the phrasing that the 32K model was trained on (its README).
 _WORDS = (
-    "apple river stone cloud tiger lamp violin garden copper planet window silver forest bridge "
-    "candle desert eagle feather glacier harbor island jungle kettle lantern marble needle ocean"
-).split()
+    *("apple", "river", "stone", "cloud", "tiger", "lamp", "violin", "garden", "copper", "planet"),
+    *("window", "silver", "forest", "bridge", "candle", "desert", "eagle", "feather", "glacier"),
+    *("harbor", "island", "jungle", "kettle", "lantern", "marble", "needle", "ocean"),
+)
 _FACT = "\nThe special number of {key} is {value}.\n"
 _QUESTION = "\nQuestion: What is the special number of {key}?\nAnswer: "
 FACTS = 4

@@ -71,7 +71,7 @@ class StepBatch:
     ) -> torch.Tensor:
         """Write each segment's KV, then attend over what the request holds in the fast tier."""
         sizes = [len(segment.tokens) for segment in self.segments]
-        rows = zip(self.segments, query.split(sizes), kv.split(sizes), strict=True)
+        rows = zip(self.segments, torch.split(query, sizes), torch.split(kv, sizes), strict=True)
         return torch.cat([self._attend_one(layer, *row, scale) for row in rows])
 
     def _attend_one(

@@ -266,7 +266,7 @@ class Engine:
             logits_to_keep=torch.tensor(rows, dtype=torch.int64, device=device),
             oasis_batch=StepBatch(segments, self.loaded.sliding_windows, self.step_number),
         ).logits[0]
-        return logits.float().cpu().split(counts)
+        return torch.split(logits.float().cpu(), counts)
 
     def _finish_segment(self, segment: Segment, logits: torch.Tensor) -> list[StepOutput]:
         request = segment.request
@@ -363,14 +363,12 @@ class Engine:
             else:
                 return
 
-    def _measure_agreement(
-        self, tiering: Tiering, request: Request, queries: torch.Tensor
-    ) -> None:
+    def _measure_agreement(self, tiering: Tiering, request: Request, queries: torch.Tensor) -> None:
         """Compare what was predicted for this step with what its own query would have chosen."""
         predicted = request.predicted
         if predicted is None or not self._agreement_every:
             return
-        if len(request.stats.traffic) % self._agreement_every:
+        if (len(request.stats.traffic) - 1) % self._agreement_every:
             return
         store_blocks = tiering.candidates(request)[: predicted.shape[-1]]
         actual = top_blocks(

@@ -155,9 +155,7 @@ class Tiering:
         )
         return selection
 
-    def transfer(
-        self, request: Request, pipeline: Pipeline, layer: int, plan: LayerPlan
-    ) -> int:
+    def transfer(self, request: Request, pipeline: Pipeline, layer: int, plan: LayerPlan) -> int:
         """Start to carry out the swap plan of one layer, which is planned in ``pipeline``.
 
         Returns:
