@@ -28,6 +28,9 @@ from oasiskv.models.resolve import resolve_model
 # typer keeps its copy of click private; what it raises on bad usage is the base of BadParameter.
 _UsageError = cast(type[Exception], typer.BadParameter.__bases__[0])
 
+# What shells give for a command ended by Ctrl-C, and what typer returns for it.
+_INTERRUPTED = 130
+
 app = typer.Typer(
     help="Decode with the KV cache outside fast memory.",
     no_args_is_help=True,
@@ -119,22 +122,22 @@ def generate(
     loaded = load_model(folder, getattr(torch, dtype.value), _device(device))
     tokenizer = load_tokenizer(folder)
     drafts = _draft_source(draft, assistant, loaded)
-    console = Console(highlight=False)
+    prompt = encode(tokenizer, text, chat)
     report = run_generate(
         loaded,
         tokenizer,
         config,
-        encode(tokenizer, text, chat),
+        prompt,
         max_new_tokens,
         drafts,
         sampling,
-        on_text=(lambda piece: None) if as_json else _print_piece,
+        on_text=(lambda piece: None) if as_json else _Printer(model, len(prompt), text),
     )
     if as_json:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
     else:
-        console.print()
-        console.print(report.as_table())
+        sys.stdout.write("\n")
+        Console().print(report.as_table())
     if plot is not None:
         report.plot(plot)
 
@@ -148,8 +151,9 @@ def main() -> NoReturn:
     except _UsageError as error:
         _fail(cast(Any, error).format_message())
     except (KeyboardInterrupt, typer.Abort):
+        code = _INTERRUPTED
+    if code == _INTERRUPTED:
         sys.stderr.write("\ninterrupted\n")
-        sys.exit(130)
     sys.exit(code or 0)
 
 
@@ -158,9 +162,17 @@ def _fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _print_piece(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
+class _Printer:
+    """Prints text as it comes; before the first piece, what it answers."""
+
+    def __init__(self, model: str, prompt_tokens: int, prompt: str) -> None:
+        end = prompt.strip()[-120:].splitlines()
+        self._header = f"{model}, {prompt_tokens} prompt tokens ending in: {' / '.join(end[-2:])}\n"
+
+    def __call__(self, piece: str) -> None:
+        sys.stdout.write(self._header + piece)
+        sys.stdout.flush()
+        self._header = ""
 
 
 def _read_prompt(path: Path) -> str:
