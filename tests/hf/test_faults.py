@@ -50,6 +50,16 @@ def test_completions_late_twice_out_of_order_and_foreign_change_nothing(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_repeated_completions_of_a_small_hot_set_never_free_a_slot_too_early(seed):
+    loaded = tiny_llama()
+    store = FaultyStore(loaded.geometry, 60, seed=seed, repeat=1.0)
+    engine = Engine(loaded, CONFIG, store=store, drafts=NgramDrafts())
+    engine.before_step = ForcedRefetch(seed)
+    engine.generate([prompt_of(200), prompt_of(300)], 30)
+    assert engine.tiering.ignored > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_sparse_output_does_not_depend_on_when_completions_come(seed):
     loaded = tiny_llama()
     outputs = []

@@ -13,7 +13,7 @@ from rich.table import Table
 from oasiskv.config import OasisConfig
 from oasiskv.data import data_path
 from oasiskv.errors import PromptError
-from oasiskv.evals import churn, retrieval
+from oasiskv.evals import churn, digests, retrieval
 from oasiskv.hf.loading import load_model
 from oasiskv.hf.tokens import encode, load_tokenizer
 from oasiskv.models.resolve import resolve_model
@@ -94,12 +94,7 @@ def churn_command(
     )
     folder = resolve_model(model)
     loaded = load_model(folder)
-    filler = data_path(TEXT).read_text(encoding="utf-8")
-    ids = encode(load_tokenizer(folder), filler, chat=False)
-    length = tokens + steps
-    if len(ids) < length * texts:
-        raise PromptError(f"texts={texts} of {length} tokens, but there are {len(ids)} tokens")
-    passages = [ids[i * length : (i + 1) * length] for i in range(texts)]
+    passages = _passages(folder, texts, tokens + steps)
     arms = [(factor, size) for size in sizes for factor in factors]
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("runs", total=len(arms) * texts)
@@ -111,3 +106,29 @@ def churn_command(
         row = (f"{mean:.3f}", by_text, f"{result.worst_step:.3f}")
         table.add_row(str(result.hot_tokens), str(result.hysteresis), *row)
     Console().print(table)
+
+
+@app.command("digests")
+def digests_command(
+    model: Annotated[str, typer.Option()] = "smollm2-135m",
+    texts: Annotated[int, typer.Option(help="passages of the text")] = 2,
+    tokens: Annotated[int, typer.Option(help="tokens of each")] = 2500,
+    budget: Annotated[int, typer.Option(help="K in tokens")] = 512,
+) -> None:
+    """What each digest finds of what exact keys find."""
+    folder = resolve_model(model)
+    loaded = load_model(folder)
+    table = Table("digest", "share of KV", "recall", "worst layer", "mass")
+    for row in digests.run(loaded, _passages(folder, texts, tokens), budget):
+        numbers = (row.kv_share, row.recall, row.worst_recall, row.mass)
+        table.add_row(row.name, *(f"{number:.4f}" for number in numbers))
+    Console().print(table)
+
+
+def _passages(folder: str | Path, count: int, tokens: int) -> list[list[int]]:
+    """The first ``count`` passages of ``tokens`` tokens each of the bundled text."""
+    text = data_path(TEXT).read_text(encoding="utf-8")
+    ids = encode(load_tokenizer(folder), text, chat=False)
+    if len(ids) < tokens * count:
+        raise PromptError(f"texts={count} of {tokens} tokens, but there are {len(ids)} tokens")
+    return [ids[i * tokens : (i + 1) * tokens] for i in range(count)]

@@ -66,7 +66,7 @@ class FaultyStore(HostStore):
     def poll(self, timeout_s: float = 0.0) -> list[Ticket]:
         """Deliver a random few, or at least one if the caller waits."""
         least = 1 if timeout_s > 0 and self._pending else 0
-        for _ in range(self._random.randint(least, max(least, len(self._pending) // 2))):
+        for _ in range(self._random.randint(least, max(least, (len(self._pending) + 1) // 2))):
             _, carry_out = self._pending.pop(self._random.randrange(len(self._pending)))
             carry_out()
         delivered = super().poll()

@@ -40,7 +40,8 @@ class ForcedRefetch:
                     pipeline.consume(layer, engine.step_number)
                     plan = self._plan(residents, layer)
                     self._evict(request, plan, layer)
-                    pipeline.predicted(layer, engine.step_number - 1)
+                    # No step of the engine is negative: no ticket of its own comes twice.
+                    pipeline.predicted(layer, -engine.step_number)
                     self._fetch(engine.tiering, request, pipeline, plan, layer)
 
     def _plan(self, residents: ResidentMap, layer: int) -> LayerPlan:
