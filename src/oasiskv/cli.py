@@ -20,7 +20,7 @@ from oasiskv.drafts.verify import Sampling
 from oasiskv.errors import ConfigError, OasisError, PromptError
 from oasiskv.evals.cli import app as eval_app
 from oasiskv.generation import generate as run_generate
-from oasiskv.hf.loading import LoadedModel, load_model
+from oasiskv.hf.loading import LoadedModel, load_model, pick_device
 from oasiskv.hf.tokens import encode, load_tokenizer
 from oasiskv.models.cli import app as models_app
 from oasiskv.models.resolve import resolve_model
@@ -119,7 +119,7 @@ def generate(
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     text = _read_prompt(prompt_file)
     folder = resolve_model(model)
-    loaded = load_model(folder, getattr(torch, dtype.value), _device(device))
+    loaded = load_model(folder, getattr(torch, dtype.value), pick_device(device))
     tokenizer = load_tokenizer(folder)
     drafts = _draft_source(draft, assistant, loaded)
     prompt = encode(tokenizer, text, chat)
@@ -183,18 +183,6 @@ def _read_prompt(path: Path) -> str:
     if not text.strip():
         raise PromptError(f"the prompt file {path} is empty: it must hold text to continue")
     return text
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is not legal: cpu or cuda is needed") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={name!r}: no CUDA device is there; --device cpu works")
-    return device
 
 
 def _draft_source(kind: DraftKind, assistant: str | None, loaded: LoadedModel) -> DraftSource:

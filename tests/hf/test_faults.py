@@ -1,7 +1,6 @@
 """Late, repeated, foreign and lost completions; aborts at every stage; a full store."""
 
 import pytest
-from tiny import prompt_of, same_up_to_ties, stock_greedy, stock_llama, tiny_llama
 
 from oasiskv.config import OasisConfig
 from oasiskv.core.pipeline import Stage
@@ -12,6 +11,7 @@ from oasiskv.hf.request import Phase
 from oasiskv.stores.host import HostStore
 from oasiskv.testing.faulty_store import FaultyStore
 from oasiskv.testing.refetch import ForcedRefetch
+from tiny import prompt_of, same_up_to_ties, stock_greedy, stock_llama, tiny_llama
 
 CONFIG = OasisConfig(
     budget_tokens=32,
@@ -93,6 +93,21 @@ def test_a_lost_completion_fails_its_request_and_no_other(kind):
     assert held > 0
     assert store.free_blocks == store.capacity_blocks - held
     assert engine.tiering.draining == 1
+
+
+def test_a_block_leaves_the_window_only_when_the_store_has_it():
+    """Writes are lost from some step on: the window stands still, and then the request fails."""
+    loaded = tiny_llama()
+    store = FaultyStore(
+        loaded.geometry, 60, lose=lambda ticket: ticket.kind == "write" and ticket.step > 40
+    )
+    engine = Engine(loaded, CONFIG, store=store)
+    request = engine.submit("a", prompt_of(200), 100)
+    while request.phase.running:
+        engine.step()
+        assert request.acked.issuperset(range(request.kv.window_start))
+    assert isinstance(request.error, TransferError)
+    assert request.kv.window_start > 200 // 16, "the window never moved"
 
 
 @pytest.mark.parametrize("steps", range(12))

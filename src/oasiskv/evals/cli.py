@@ -14,13 +14,15 @@ from oasiskv.config import OasisConfig
 from oasiskv.data import data_path
 from oasiskv.errors import PromptError
 from oasiskv.evals import churn, digests, retrieval
-from oasiskv.hf.loading import load_model
+from oasiskv.hf.loading import load_model, pick_device
 from oasiskv.hf.tokens import encode, load_tokenizer
 from oasiskv.models.resolve import resolve_model
 
 app = typer.Typer(no_args_is_help=True)
 
 TEXT = "texts/persuasion.txt"
+
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; default what is there")]
 
 
 class Question(StrEnum):
@@ -42,6 +44,7 @@ def retrieval_command(
         Question, typer.Option(help="prefilled with the text, or decoded sparsely")
     ] = Question.PROMPT,
     seed: Annotated[int, typer.Option()] = 0,
+    device: Device = None,
     out: Annotated[Path | None, typer.Option(help="write the result here as JSON")] = None,
 ) -> None:
     """Ask for planted facts: last query, held-back n-gram and oracle drafts side by side."""
@@ -50,7 +53,7 @@ def retrieval_command(
         {"budget_tokens": budget, "hot_tokens": max(sizes), "digest": digest}
     )
     folder = resolve_model(model)
-    loaded = load_model(folder)
+    loaded = load_model(folder, device=pick_device(device))
     filler = data_path(TEXT).read_text(encoding="utf-8")
     cases = retrieval.make_cases(load_tokenizer(folder), filler, positions, tokens, seed)
     with Progress(console=Console(stderr=True)) as progress:
@@ -86,6 +89,7 @@ def churn_command(
     hot: Annotated[list[int] | None, typer.Option(help="S in tokens; repeat it")] = None,
     hysteresis: Annotated[list[float] | None, typer.Option(help="factor; repeat it")] = None,
     digest: Annotated[str, typer.Option(help="minmax or keys4")] = "keys4",
+    device: Device = None,
 ) -> None:
     """Blocks missing per step as a share of the budget, uncapped, on real text."""
     sizes, factors = hot or [budget], hysteresis or [1.0, 2.0]
@@ -93,7 +97,7 @@ def churn_command(
         {"budget_tokens": budget, "hot_tokens": max(sizes), "digest": digest}
     )
     folder = resolve_model(model)
-    loaded = load_model(folder)
+    loaded = load_model(folder, device=pick_device(device))
     passages = _passages(folder, texts, tokens + steps)
     arms = [(factor, size) for size in sizes for factor in factors]
     with Progress(console=Console(stderr=True)) as progress:
@@ -114,10 +118,11 @@ def digests_command(
     texts: Annotated[int, typer.Option(help="passages of the text")] = 2,
     tokens: Annotated[int, typer.Option(help="tokens of each")] = 2500,
     budget: Annotated[int, typer.Option(help="K in tokens")] = 512,
+    device: Device = None,
 ) -> None:
     """What each digest finds of what exact keys find."""
     folder = resolve_model(model)
-    loaded = load_model(folder)
+    loaded = load_model(folder, device=pick_device(device))
     table = Table("digest", "share of KV", "recall", "worst layer", "mass")
     for row in digests.run(loaded, _passages(folder, texts, tokens), budget):
         numbers = (row.kv_share, row.recall, row.worst_recall, row.mass)

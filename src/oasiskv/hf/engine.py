@@ -13,9 +13,9 @@ from oasiskv.drafts.base import DraftSource, NoDrafts
 from oasiskv.drafts.lookahead import LookaheadMode, lookahead_row, split_drafts
 from oasiskv.drafts.verify import Sampling, verify
 from oasiskv.errors import OasisError, PromptError, StoreFullError, TransferError
+from oasiskv.hf.admission import check_prompt, check_store, make_request
 from oasiskv.hf.batch import Segment, StepBatch
 from oasiskv.hf.loading import LoadedModel
-from oasiskv.hf.memory import RequestKV
 from oasiskv.hf.request import Phase, Request
 from oasiskv.hf.tiering import Tiering
 from oasiskv.stores.base import Store
@@ -142,37 +142,20 @@ class Engine:
                 what was prefilled.
             StoreFullError: the store could not hold the request even alone.
         """
-        sampling = sampling or Sampling()
-        self._check_prompt(request_id, prompt, max_new_tokens, forced)
-        total = min(len(prompt) + max_new_tokens, self.loaded.max_tokens)
-        dense_tokens = total
+        if request_id in self.requests and self.requests[request_id].phase.running:
+            raise PromptError(f"request id {request_id!r} is in use by a running request")
+        check_prompt(self.loaded, prompt, max_new_tokens, forced)
         if self.tiering is not None:
-            blocks = total // self.loaded.geometry.block_tokens
-            capacity = self.tiering.store.capacity_blocks
-            if blocks > capacity:
-                raise StoreFullError(
-                    f"request {request_id} closes up to {blocks} blocks and the store holds "
-                    f"{capacity}; raise host_gib or ask for fewer new tokens"
-                )
-            threshold = self.config.resolved_threshold_tokens
-            dense_tokens = max(len(prompt), min(total, threshold))
-        rows = 1 + self.config.draft_tokens
-        request = Request(
-            request_id=request_id,
-            generation=next(self._generations),
-            prompt=list(prompt),
-            forced=list(forced),
-            max_new_tokens=total - len(prompt),
-            sampling=sampling,
-            generator=torch.Generator().manual_seed(sampling.seed),
-            kv=RequestKV(
-                self.loaded.geometry,
-                self.loaded.sliding_windows,
-                self.config,
-                dense_tokens + rows,
-                max(rows, min(len(prompt), self.config.prefill_tokens)),
-                self.loaded.device,
-            ),
+            check_store(self.loaded, self.tiering.store, request_id, len(prompt) + max_new_tokens)
+        request = make_request(
+            self.loaded,
+            self.config,
+            request_id,
+            next(self._generations),
+            prompt,
+            max_new_tokens,
+            sampling or Sampling(),
+            forced,
         )
         if prefilled is not None:
             if request.prompt[: len(prefilled.tokens)] != prefilled.tokens:
@@ -375,29 +358,6 @@ class Engine:
             tiering.selector.score(queries[:, :1], store_blocks), self.config.budget_blocks
         )
         request.stats.agreement.append(float((actual & predicted).sum() / actual.sum()))
-
-    def _check_prompt(
-        self, request_id: str, prompt: Sequence[int], max_new_tokens: int, forced: Sequence[int]
-    ) -> None:
-        if request_id in self.requests and self.requests[request_id].phase.running:
-            raise PromptError(f"request id {request_id!r} is in use by a running request")
-        if not prompt:
-            raise PromptError("the prompt is empty: at least one token is needed")
-        if len(prompt) >= self.loaded.max_tokens:
-            raise PromptError(
-                f"the prompt has {len(prompt)} tokens and the model allows "
-                f"{self.loaded.max_tokens} in all; shorten the prompt to at most "
-                f"{self.loaded.max_tokens - 1}"
-            )
-        if max_new_tokens < 1:
-            raise PromptError(f"max_new_tokens={max_new_tokens} is not legal: at least 1 is needed")
-        if len(forced) > max_new_tokens:
-            raise PromptError(f"{len(forced)} forced tokens, but max_new_tokens={max_new_tokens}")
-        strangers = [t for t in (*prompt, *forced) if not 0 <= t < self.loaded.vocab_size]
-        if strangers:
-            raise PromptError(
-                f"token id {strangers[0]} is not below the vocabulary of {self.loaded.vocab_size}"
-            )
 
     def _fail(self, request: Request, error: OasisError) -> None:
         if not request.phase.running:

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from oasiskv.config import BLOCK_TOKENS
 from oasiskv.core.geometry import KVGeometry
-from oasiskv.errors import ModelError
+from oasiskv.errors import ConfigError, ModelError
 from oasiskv.hf.attention import ATTENTION_NAME, register
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
@@ -41,6 +41,23 @@ class LoadedModel:
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return int(self.model.config.vocab_size)
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of this name, or, without a name, CUDA where it is there and the CPU elsewhere.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is not legal: cpu or cuda is needed") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: no CUDA device is there; --device cpu works")
+    return device
 
 
 def load_model(

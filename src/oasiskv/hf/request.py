@@ -79,6 +79,7 @@ class Request:
         forced: token ids that are decoded instead of sampled ones, for teacher forcing.
         max_new_tokens: most tokens to decode, the forced ones included.
         sampling: how tokens are chosen.
+        generator: its source of randomness; None when greedy.
         kv: fast-tier memory; None once the request has ended.
         output: decoded tokens.
         computed: tokens whose KV is in place; all but the last token once decoding.
@@ -99,7 +100,7 @@ class Request:
     forced: list[int]
     max_new_tokens: int
     sampling: Sampling
-    generator: torch.Generator
+    generator: torch.Generator | None
     kv: RequestKV
     phase: Phase = Phase.PREFILL
     output: list[int] = field(default_factory=list)
