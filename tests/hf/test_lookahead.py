@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny import prompt_of, stock_greedy, stock_llama, tiny_llama
 
 from oasiskv.config import OasisConfig
 from oasiskv.drafts.lookahead import LookaheadMode
@@ -10,6 +9,7 @@ from oasiskv.drafts.oracle import OracleDrafts
 from oasiskv.hf import Engine
 from oasiskv.hf.prefill import prefill
 from oasiskv.stores.host import HostStore
+from tiny import prompt_of, stock_greedy, stock_llama, tiny_llama
 
 CONFIG = OasisConfig(
     budget_tokens=64, hot_tokens=64, sink_tokens=16, window_tokens=16, cap_fraction=None

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tiny import prompt_of, tiny_llama
 
 from oasiskv.config import OasisConfig
 from oasiskv.drafts.ngram import NgramDrafts
 from oasiskv.hf import Engine
 from oasiskv.stores.host import HostStore
+from tiny import prompt_of, tiny_llama
 
 CONFIG = OasisConfig(budget_tokens=64, hot_tokens=96, sink_tokens=16, window_tokens=32)
 

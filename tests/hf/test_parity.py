@@ -8,14 +8,6 @@ import weakref
 
 import pytest
 import torch
-from tiny import (
-    make_model,
-    prompt_of,
-    same_up_to_ties,
-    stock_greedy,
-    stock_llama,
-    tiny_llama,
-)
 
 from oasiskv.config import OasisConfig
 from oasiskv.drafts.assistant import AssistantDrafts
@@ -25,6 +17,14 @@ from oasiskv.drafts.ngram import NgramDrafts
 from oasiskv.hf import Engine, wrap_model
 from oasiskv.stores.host import HostStore
 from oasiskv.testing.refetch import ForcedRefetch
+from tiny import (
+    make_model,
+    prompt_of,
+    same_up_to_ties,
+    stock_greedy,
+    stock_llama,
+    tiny_llama,
+)
 
 NEW = 24
 LENGTHS = [7, 16, 32, 64, *range(96, 112), 128, 160]
@@ -99,18 +99,11 @@ def test_every_length_alone(length, drafts):
     assert_parity(stock_llama(), prompts, outputs, logits)
 
 
-@pytest.mark.parametrize("drafts", [NoDrafts, NgramDrafts])
-@pytest.mark.parametrize("first", range(0, len(LENGTHS), 4))
-def test_four_lengths_in_one_batch(first, drafts):
-    prompts = [prompt_of(length, seed=1) for length in (LENGTHS * 2)[first : first + 4]]
-    outputs, logits = run(tiny_llama(), prompts, whole_context_config(), drafts())
-    assert_parity(stock_llama(), prompts, outputs, logits)
-
-
 @pytest.mark.parametrize("mode", list(LookaheadMode))
 @pytest.mark.parametrize("drafts", [NoDrafts, NgramDrafts])
-def test_each_lookahead_mode(mode, drafts):
-    prompts = [prompt_of(length, seed=2) for length in (7, 100, 128, 145)]
+@pytest.mark.parametrize("first", range(0, len(LENGTHS), 4))
+def test_four_lengths_in_one_batch_in_each_lookahead_mode(first, drafts, mode):
+    prompts = [prompt_of(length, seed=1) for length in (LENGTHS * 2)[first : first + 4]]
     config = whole_context_config(lookahead=mode)
     outputs, logits = run(tiny_llama(), prompts, config, drafts())
     assert_parity(stock_llama(), prompts, outputs, logits)

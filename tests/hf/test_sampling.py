@@ -3,13 +3,13 @@
 import pytest
 import torch
 from scipy.stats import chisquare
-from tiny import VOCAB, prompt_of, tiny_llama
 
 from oasiskv.config import OasisConfig
 from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.drafts.verify import Sampling
 from oasiskv.hf import Engine
 from oasiskv.stores.host import HostStore
+from tiny import VOCAB, prompt_of, tiny_llama
 
 DRAWS = 2400
 PROMPT = prompt_of(40)
