@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from oasiskv.config import OasisConfig
-from oasiskv.core.selection import Selection, top_blocks
+from oasiskv.core.selection import Selection
+from oasiskv.core.tiering import LATEST_QUERIES, Tiering
 from oasiskv.drafts.base import DraftSource, NoDrafts
 from oasiskv.drafts.lookahead import LookaheadMode, lookahead_row, split_drafts
 from oasiskv.drafts.verify import Sampling, verify
@@ -17,15 +18,11 @@ from oasiskv.hf.admission import check_prompt, check_store, make_request
 from oasiskv.hf.batch import Segment, StepBatch
 from oasiskv.hf.loading import LoadedModel
 from oasiskv.hf.request import Phase, Request
-from oasiskv.hf.tiering import Tiering
 from oasiskv.stores.base import Store
 from oasiskv.stores.host import HostStore
 
 if TYPE_CHECKING:
     from oasiskv.hf.prefill import Prefilled
-
-LATEST_QUERIES = 16
-"""Queries that choose the first hot set at the transition."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +99,7 @@ class Engine:
                 if config.host_gib is None:
                     raise OasisError("an engine needs a store, or host_gib to make one")
                 store = HostStore.of_size(loaded.geometry, config.host_gib)
-            self.tiering = Tiering(loaded, config, store)
-        self._agreement_every = agreement_every
+            self.tiering = Tiering(loaded.geometry, config, store, loaded.device, agreement_every)
         self._generations = count()
         self._failed: list[Request] = []
 
@@ -281,20 +277,19 @@ class Engine:
         self._close_blocks(tiering, request)
         if not request.phase.running:
             return None
-        queries = segment.kept_queries() if segment.keep else None
-        if request.residents is not None and request.pipeline is not None and queries is not None:
-            self._measure_agreement(tiering, request, queries)
-            tiering.advance(request, request.residents, step)
+        if not segment.keep:
+            return None
+        queries = segment.kept_queries()
+        row = 0
+        if request.phase is Phase.SPARSE:
             row = lookahead_row(self.config.lookahead, segment.drafts, accepted)
-            return tiering.select(
-                request, request.residents, request.pipeline, queries[:, row : row + 1], step
-            )
-        if queries is not None:
-            computed = queries if segment.is_prefill else queries[:, : len(accepted)]
-            request.remember(computed, LATEST_QUERIES)
-        if accepted and request.computed > self.config.resolved_threshold_tokens:
-            tiering.go_sparse(request, request.latest_queries(), step)
-        return None
+        elif not segment.is_prefill:
+            queries = queries[:, : len(accepted)]
+        due = bool(accepted) and request.computed > self.config.resolved_threshold_tokens
+        selection = tiering.after_step(request, queries, row, due, step)
+        if request.residents is not None:
+            request.phase = Phase.SPARSE
+        return selection
 
     def _choose(self, request: Request, logits: torch.Tensor, drafts: list[int]) -> list[int]:
         """Tokens that this step gains."""
@@ -346,19 +341,6 @@ class Engine:
             else:
                 return
 
-    def _measure_agreement(self, tiering: Tiering, request: Request, queries: torch.Tensor) -> None:
-        """Compare what was predicted for this step with what its own query would have chosen."""
-        predicted = request.predicted
-        if predicted is None or not self._agreement_every:
-            return
-        if (len(request.stats.traffic) - 1) % self._agreement_every:
-            return
-        store_blocks = tiering.candidates(request)[: predicted.shape[-1]]
-        actual = top_blocks(
-            tiering.selector.score(queries[:, :1], store_blocks), self.config.budget_blocks
-        )
-        request.stats.agreement.append(float((actual & predicted).sum() / actual.sum()))
-
     def _fail(self, request: Request, error: OasisError) -> None:
         if not request.phase.running:
             return
@@ -368,6 +350,7 @@ class Engine:
 
     def _end(self, request: Request, phase: Phase) -> None:
         request.phase = phase
+        request.ended = True
         request.stats.final_kv_bytes = request.kv.nbytes
         self.drafts.finish(request.request_id)
         if self.tiering is not None:

@@ -68,6 +68,14 @@ class RequestKV:
         slots = slice(self.slot_base, self._ring_base)
         return sum(self.layers[layer][slots].nbytes for layer in self.full_layers)
 
+    def layer(self, layer: int) -> torch.Tensor:
+        """Blocks of one sparse layer, ``[blocks, heads, block_tokens, 2 * head_dim]``."""
+        return self.layers[self.full_layers[layer]]
+
+    def slot_index(self, slots: torch.Tensor) -> torch.Tensor:
+        """Index into ``layer``'s blocks of each slot, int64 of any shape; -1 stays -1."""
+        return torch.where(slots >= 0, slots + self.slot_base, -1)
+
     def write(self, layer: int, start: int, kv: torch.Tensor) -> None:
         """Write the KV of new tokens.
 

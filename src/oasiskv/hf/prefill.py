@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from oasiskv.config import OasisConfig
+from oasiskv.core.tiering import LATEST_QUERIES
 from oasiskv.errors import ModelError
-from oasiskv.hf.engine import LATEST_QUERIES, Engine
+from oasiskv.hf.engine import Engine
 from oasiskv.hf.loading import LoadedModel
 
 

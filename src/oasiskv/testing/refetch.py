@@ -4,9 +4,9 @@ import torch
 
 from oasiskv.core.pipeline import LayerPlan, Pipeline
 from oasiskv.core.residency import ResidentMap
+from oasiskv.core.tiering import Tiering
 from oasiskv.hf.engine import Engine
 from oasiskv.hf.request import Request
-from oasiskv.hf.tiering import Tiering
 
 
 class ForcedRefetch:
@@ -56,9 +56,9 @@ class ForcedRefetch:
         return LayerPlan(residents.blocks[layer].gather(-1, order), victims, last_wanted)
 
     def _evict(self, request: Request, plan: LayerPlan, layer: int) -> None:
-        tiles = request.kv.layers[request.kv.full_layers[layer]]
+        tiles = request.kv.layer(layer)
         heads = torch.arange(plan.victims.shape[0], device=tiles.device)[:, None]
-        tiles[request.kv.slot_base + plan.victims, heads] = float("nan")
+        tiles[request.kv.slot_index(plan.victims), heads] = float("nan")
         self.evicted_tiles += plan.num_tiles
 
     def _fetch(

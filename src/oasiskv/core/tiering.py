@@ -1,4 +1,4 @@
-"""Moves blocks between the fast tier and the store for the reference engine."""
+"""Moves blocks between the fast tier and the store, whatever the engine."""
 
 import time
 from collections.abc import Callable
@@ -7,44 +7,55 @@ import torch
 
 from oasiskv.config import OasisConfig
 from oasiskv.core.digests import DigestPool
+from oasiskv.core.geometry import KVGeometry
 from oasiskv.core.pipeline import LayerPlan, Pipeline
+from oasiskv.core.request import StepTraffic, TieredRequest
 from oasiskv.core.residency import ResidentMap
 from oasiskv.core.selection import Selection, Selector, top_blocks
 from oasiskv.errors import TransferError
-from oasiskv.hf.loading import LoadedModel
-from oasiskv.hf.request import Phase, Request, StepTraffic
 from oasiskv.stores.base import Store, Ticket
+
+LATEST_QUERIES = 16
+"""Queries that choose the first hot set at the transition."""
 
 
 class Tiering:
     """Write-through, transition, window, selection and transfers of all requests.
 
     Args:
-        loaded: the model.
+        geometry: KV sizes of the layers that go sparse.
         config: settings.
         store: where closed blocks go.
+        device: where attention runs.
+        agreement_every: measure prediction agreement every so many sparse steps; 0: never.
     """
 
-    def __init__(self, loaded: LoadedModel, config: OasisConfig, store: Store) -> None:
-        self._geometry = loaded.geometry
-        self._device = loaded.device
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        config: OasisConfig,
+        store: Store,
+        device: torch.device,
+        agreement_every: int = 0,
+    ) -> None:
+        self._agreement_every = agreement_every
+        self._geometry = geometry
+        self._device = device
         self._config = config
         self.store = store
         self.digests = DigestPool(
-            loaded.geometry, store.capacity_blocks, config.digest, config.minmax_mix, loaded.device
+            geometry, store.capacity_blocks, config.digest, config.minmax_mix, device
         )
-        self.selector = Selector(
-            config, loaded.geometry, self.digests, loaded.geometry.head_dim**-0.5
-        )
-        self._owners: dict[tuple[str, int], Request] = {}
+        self.selector = Selector(config, geometry, self.digests, geometry.head_dim**-0.5)
+        self._owners: dict[tuple[str, int], TieredRequest] = {}
         self.ignored = 0
 
     @property
     def draining(self) -> int:
         """Ended requests whose store blocks still wait for a completion."""
-        return sum(not request.phase.running for request in self._owners.values())
+        return sum(request.ended for request in self._owners.values())
 
-    def close_blocks(self, request: Request, step: int) -> None:
+    def close_blocks(self, request: TieredRequest, step: int) -> None:
         """Write blocks that are full of accepted tokens through to the store; build digests.
 
         Raises:
@@ -64,7 +75,42 @@ class Tiering:
         self.store.write(ticket, blocks, tiles)
         self.collect()
 
-    def go_sparse(self, request: Request, queries: torch.Tensor, step: int) -> None:
+    def after_step(
+        self,
+        request: TieredRequest,
+        queries: torch.Tensor,
+        lookahead_row: int,
+        transition: bool,
+        step: int,
+    ) -> Selection | None:
+        """Everything between two forwards of a request whose closed blocks are written.
+
+        Args:
+            request: ``computed`` counts this step's tokens.
+            queries: of the step's tokens, ``[layers, n, query heads, head_dim]``; of a dense
+                request only those of accepted tokens.
+            lookahead_row: which of them predicts the next step, once sparse.
+            transition: a dense request is to go sparse now.
+            step: the step that has just run.
+
+        Returns:
+            What the next step wants; None while dense or without candidates.
+
+        Raises:
+            TransferError: the store did not acknowledge blocks that would leave.
+        """
+        residents, pipeline = request.residents, request.pipeline
+        if residents is None or pipeline is None:
+            request.remember(queries, LATEST_QUERIES)
+            if transition:
+                self.go_sparse(request, request.latest_queries(), step)
+            return None
+        self._measure_agreement(request, queries)
+        self.advance(request, residents, step)
+        row = slice(lookahead_row, lookahead_row + 1)
+        return self.select(request, residents, pipeline, queries[:, row], step)
+
+    def go_sparse(self, request: TieredRequest, queries: torch.Tensor, step: int) -> None:
         """The transition of one request.
 
         Args:
@@ -92,9 +138,8 @@ class Tiering:
         request.pipeline = Pipeline(
             request.request_id, request.generation, self._geometry.num_layers
         )
-        request.phase = Phase.SPARSE
 
-    def advance(self, request: Request, residents: ResidentMap, step: int) -> None:
+    def advance(self, request: TieredRequest, residents: ResidentMap, step: int) -> None:
         """Let blocks that are no longer recent leave the window.
 
         Raises:
@@ -105,13 +150,13 @@ class Tiering:
             self._await_acks(request, start)
             request.kv.advance(start, residents, step)
 
-    def candidates(self, request: Request) -> torch.Tensor:
+    def candidates(self, request: TieredRequest) -> torch.Tensor:
         """Store blocks of the request's blocks between sink and window: int64 ``[n]``."""
         return self._store_index(request)[self._config.sink_blocks : request.kv.window_start]
 
     def select(
         self,
-        request: Request,
+        request: TieredRequest,
         residents: ResidentMap,
         pipeline: Pipeline,
         queries: torch.Tensor,
@@ -155,7 +200,9 @@ class Tiering:
         )
         return selection
 
-    def transfer(self, request: Request, pipeline: Pipeline, layer: int, plan: LayerPlan) -> int:
+    def transfer(
+        self, request: TieredRequest, pipeline: Pipeline, layer: int, plan: LayerPlan
+    ) -> int:
         """Start to carry out the swap plan of one layer, which is planned in ``pipeline``.
 
         Returns:
@@ -164,11 +211,10 @@ class Tiering:
         ticket = pipeline.launch(layer)
         store_blocks = self._store_index(request)[plan.sources.clamp(min=0)]
         sources = torch.where(plan.sources >= 0, store_blocks, -1)
-        slots = torch.where(plan.victims >= 0, plan.victims + request.kv.slot_base, -1)
-        tiles = request.kv.layers[request.kv.full_layers[layer]]
-        return self.store.read(ticket, sources, tiles, slots)
+        slots = request.kv.slot_index(plan.victims)
+        return self.store.read(ticket, sources, request.kv.layer(layer), slots)
 
-    def settle(self, request: Request, pipeline: Pipeline) -> None:
+    def settle(self, request: TieredRequest, pipeline: Pipeline) -> None:
         """Wait for the transfers of the last step: a slot being written must not be read.
 
         Raises:
@@ -189,10 +235,10 @@ class Tiering:
                 plan = owner.pipeline.complete(ticket)
                 if plan is not None:
                     _commit(owner.residents, ticket.layer, plan)
-            if not owner.phase.running and not owner.outstanding:
+            if owner.ended and not owner.outstanding:
                 self._give_back(owner)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: TieredRequest) -> None:
         """Give back what an ended request holds; its store blocks once nothing is on its way."""
         request.kv.drop()
         self.collect()
@@ -200,7 +246,7 @@ class Tiering:
         if owned and not request.outstanding:
             self._give_back(request)
 
-    def drain(self, request: Request | None = None) -> None:
+    def drain(self, request: TieredRequest | None = None) -> None:
         """Wait until an ended request, or every ended one, holds no store blocks any more.
 
         Raises:
@@ -213,10 +259,22 @@ class Tiering:
                 lambda: not request.store_blocks, f"transfers of request {request.request_id}"
             )
 
-    def _store_index(self, request: Request) -> torch.Tensor:
+    def _measure_agreement(self, request: TieredRequest, queries: torch.Tensor) -> None:
+        """Compare what was predicted for this step with what its own query would have chosen."""
+        predicted = request.predicted
+        if predicted is None or not self._agreement_every:
+            return
+        if (len(request.stats.traffic) - 1) % self._agreement_every:
+            return
+        store_blocks = self.candidates(request)[: predicted.shape[-1]]
+        scores = self.selector.score(queries[:, :1], store_blocks)
+        actual = top_blocks(scores, self._config.budget_blocks)
+        request.stats.agreement.append(float((actual & predicted).sum() / actual.sum()))
+
+    def _store_index(self, request: TieredRequest) -> torch.Tensor:
         return torch.tensor(request.store_blocks, dtype=torch.int64, device=self._device)
 
-    def _await_acks(self, request: Request, blocks: int) -> None:
+    def _await_acks(self, request: TieredRequest, blocks: int) -> None:
         self._await(
             lambda: request.acked.issuperset(range(blocks)),
             f"writes of blocks below {blocks} of request {request.request_id}",
@@ -234,7 +292,7 @@ class Tiering:
                 )
             self.collect(left)
 
-    def _give_back(self, request: Request) -> None:
+    def _give_back(self, request: TieredRequest) -> None:
         del self._owners[request.request_id, request.generation]
         self.digests.release(request.store_blocks)
         self.store.free(request.store_blocks)
