@@ -1,11 +1,15 @@
 """Shared fixtures: memory that nobody wrote holds NaN, so that reading it shows."""
 
 import os
+import signal
 
 import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A shell that runs the tests in the background has them ignore Ctrl-C, and so their children, which
+# some tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

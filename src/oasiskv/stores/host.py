@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from oasiskv.core.geometry import KVGeometry
-from oasiskv.errors import ConfigError, StateError, StoreFullError
+from oasiskv.errors import ConfigError
 from oasiskv.ops.gather.reference import gather_tiles
+from oasiskv.stores.allocator import BlockAllocator
 from oasiskv.stores.base import Store, Ticket
 
 
@@ -35,8 +36,7 @@ class HostStore(Store):
             dtype=geometry.dtype,
             pin_memory=self.pinned,
         )
-        self._free = list(range(capacity_blocks - 1, -1, -1))
-        self._reserved: set[int] = set()
+        self._blocks = BlockAllocator(capacity_blocks, geometry.block_bytes)
         self._completed: list[Ticket] = []
 
     @classmethod
@@ -47,7 +47,7 @@ class HostStore(Store):
     @property
     def free_blocks(self) -> int:
         """Blocks that ``reserve`` can still hand out."""
-        return len(self._free)
+        return self._blocks.free_blocks
 
     @property
     def nbytes(self) -> int:
@@ -56,23 +56,11 @@ class HostStore(Store):
 
     def reserve(self, count: int) -> list[int]:
         """Take ``count`` blocks, lowest index first on a fresh store."""
-        if count > len(self._free):
-            raise StoreFullError(
-                f"the host store is full: {count} more blocks are needed, {len(self._free)} of "
-                f"{self.capacity_blocks} are free; raise host_gib (one block is "
-                f"{self.geometry.block_bytes} bytes) or run fewer requests"
-            )
-        blocks = [self._free.pop() for _ in range(count)]
-        self._reserved.update(blocks)
-        return blocks
+        return self._blocks.reserve(count)
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give blocks back."""
-        strangers = set(blocks) - self._reserved
-        if strangers or len(set(blocks)) != len(blocks):
-            raise StateError(f"blocks {sorted(strangers) or list(blocks)} are not reserved once")
-        self._reserved.difference_update(blocks)
-        self._free.extend(blocks)
+        self._blocks.free(blocks)
 
     def write(self, ticket: Ticket, blocks: Sequence[int], tiles: torch.Tensor) -> None:
         """Copy closed blocks into the store; complete on return."""

@@ -1,0 +1,159 @@
+"""The CPU attention backend in plain PyTorch, on the reference op: the oracle for the GPU's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from oasiskv.errors import ConfigError
+from oasiskv.vllm.runtime import current_runtime
+
+
+class OasisTorchBackend(CPUAttentionBackend):
+    """vLLM's CPU backend with our metadata and our attention, KV as plain ``[K | V]`` rows."""
+
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_impl_cls() -> type[OasisTorchImpl]:
+        """Our attention."""
+        return OasisTorchImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[OasisTorchBuilder]:
+        """Our metadata."""
+        return OasisTorchBuilder
+
+
+@dataclass
+class OasisRows:
+    """Metadata of one step.
+
+    Args:
+        names: request id of each row.
+        starts: first query token of each row, and the total.
+        kv_tokens: tokens of each request, those of this step included.
+        block_table: ``[rows, blocks]``, vLLM's.
+        slot_mapping: ``[tokens]``, where vLLM puts each new token.
+    """
+
+    names: list[str]
+    starts: list[int]
+    kv_tokens: list[int]
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class OasisTorchBuilder(AttentionMetadataBuilder[OasisRows]):
+    """Adds the request ids to what vLLM knows of a step."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> OasisRows:
+        """The rows of this step, in vLLM's order."""
+        common = common_attn_metadata
+        runner = current_runtime().runner
+        rows = common.num_reqs
+        return OasisRows(
+            names=list(runner.input_batch.req_ids[:rows]) if runner is not None else [],
+            starts=common.query_start_loc_cpu[: rows + 1].tolist(),
+            kv_tokens=common.seq_lens[:rows].tolist(),
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+        )
+
+
+class OasisTorchImpl(AttentionImpl[OasisRows]):
+    """Writes new KV, then attends row by row."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        **features: Any,  # noqa: ANN401 - whatever a model's attention passes
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        unsupported = {
+            "alibi": alibi_slopes,
+            "sliding window": sliding_window,
+            "logits soft cap": logits_soft_cap,
+            "KV sharing": kv_sharing_target_layer_name,
+            "fp8 KV cache": None if kv_cache_dtype == "auto" else kv_cache_dtype,
+            "attention type": None if attn_type == "decoder" else attn_type,
+            **features,
+        }
+        for feature, value in unsupported.items():
+            if value:
+                raise ConfigError(
+                    f"OasisKV's CPU attention does not support {feature} ({value}); "
+                    "OASISKV_DISABLE=1 runs stock vLLM"
+                )
+
+    def forward(
+        self,
+        layer: Any,  # noqa: ANN401 - vLLM's attention layer
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: OasisRows | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of one layer; shapes ``[tokens, heads, head_dim]``."""
+        if attn_metadata is None:
+            return output.zero_()
+        rows = attn_metadata
+        total = rows.starts[-1]
+        slots = rows.slot_mapping[:total].long()
+        size = kv_cache.shape[2]
+        kv_cache[slots // size, :, slots % size] = torch.cat((key[:total], value[:total]), dim=-1)
+        runtime = current_runtime()
+        result = output.view(-1, self.num_heads, self.head_size)
+        for index, name in enumerate(rows.names):
+            part = slice(rows.starts[index], rows.starts[index + 1])
+            if part.stop > part.start:
+                result[part] = runtime.attend(
+                    layer.layer_name,
+                    name,
+                    query[part],
+                    rows.kv_tokens[index],
+                    rows.block_table[index],
+                    self.scale,
+                )
+        return output

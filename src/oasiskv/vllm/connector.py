@@ -1,0 +1,142 @@
+"""The KV connector: metadata down, acknowledgements up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from oasiskv.config import OasisConfig
+from oasiskv.stores.allocator import BlockAllocator
+from oasiskv.vllm.messages import OasisAck, OasisMetadata, RequestMessage
+from oasiskv.vllm.runtime import Runtime, install_runtime
+from oasiskv.vllm.scheduling import ScheduledRequest, SchedulerState, state_of
+from oasiskv.vllm.settings import config_of, geometry_of, store_capacity_blocks
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class OasisConnector(KVConnectorBase_V1, SupportsHMA):
+    """One on the scheduler side, one in each worker; vLLM makes both.
+
+    Settings are those of ``OasisConfig``, in ``kv_connector_extra_config``.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._vllm = vllm_config
+        self._cache = kv_cache_config
+        self._config: OasisConfig = config_of(vllm_config)
+        self._state = SchedulerState()
+
+    # Scheduler side.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Meet the KV-cache manager, which knows the same block pool."""
+        self._state = state_of(gpu_block_pool)
+        geometry = geometry_of(self._vllm, self._cache)
+        capacity = store_capacity_blocks(self._config, geometry)
+        self._state.store = BlockAllocator(capacity, geometry.block_bytes)
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has arrived."""
+        self._state.requests[request.request_id] = ScheduledRequest(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Nothing is loaded from outside."""
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Nothing is loaded from outside."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Store blocks for what may close in this step, and slots that are new."""
+        messages = {}
+        for name, tokens in scheduler_output.num_scheduled_tokens.items():
+            state = self._state.requests[name]
+            if state.promised and self._state.store is not None:
+                messages[name] = self._message(state, tokens, self._state.store)
+        dropped, self._state.dropped = self._state.dropped, []
+        return OasisMetadata(messages, dropped)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Workers have acknowledged: the blocks between sink and window may go."""
+        ack = connector_output.kv_connector_worker_meta
+        if isinstance(ack, OasisAck):
+            for name, start in ack.window_start.items():
+                state = self._state.requests.get(name)
+                # A request that was preempted in the meantime starts anew.
+                if state is not None and state.hot_sent:
+                    state.window_start = start
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended; vLLM frees its blocks right after."""
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended; vLLM frees its blocks right after."""
+        return False, None
+
+    def _message(
+        self, state: ScheduledRequest, tokens: int, store: BlockAllocator
+    ) -> RequestMessage:
+        end = state.request.num_computed_tokens + tokens
+        closed = min(end, state.most_tokens) // self._vllm.cache_config.block_size
+        new = store.reserve(max(0, closed - len(state.store_blocks)))
+        state.store_blocks.extend(new)
+        slots: list[int] = []
+        if state.hot and not state.hot_sent:
+            slots = [block.block_id for block in state.hot]
+            state.hot_sent = True
+        return RequestMessage(new, slots)
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """vLLM's KV tensors are there: make the store and what else the worker needs."""
+        install_runtime(Runtime(self._vllm, self._config, self._cache, kv_caches))
+
+    def start_load_kv(self, forward_context: ForwardContext, **settings: Any) -> None:  # noqa: ANN401
+        """Transfers are waited for before the forward, by the worker."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Transfers are waited for before the forward, by the worker."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: Any,  # noqa: ANN401 - vLLM's own
+        **settings: Any,  # noqa: ANN401
+    ) -> None:
+        """Closed blocks are written after the sampler, by the worker."""
+
+    def wait_for_save(self) -> None:
+        """Closed blocks are written after the sampler, by the worker."""

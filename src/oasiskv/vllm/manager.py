@@ -1,0 +1,111 @@
+"""The KV-cache manager: prefill in full, decode bounded to sink, hot set and window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+from oasiskv.vllm.scheduling import ScheduledRequest, state_of
+
+if TYPE_CHECKING:
+    from oasiskv.vllm.spec import OasisSpec
+
+
+class OasisManager(FullAttentionManager):
+    """vLLM's manager of full attention, which gives back what left the fast tier.
+
+    Slots are private, unhashed blocks outside the request's block table. A standing reserve of S
+    blocks is kept free while a dense request may still pass the threshold, so that a full pool
+    does not block the transition that would relieve it.
+    """
+
+    def __init__(self, kv_cache_spec: OasisSpec, **settings: Any) -> None:  # noqa: ANN401
+        super().__init__(kv_cache_spec, **settings)
+        self._spec = kv_cache_spec
+        self._state = state_of(self.block_pool)
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        *args: Any,  # noqa: ANN401 - differs between vLLM's versions
+        **settings: Any,  # noqa: ANN401
+    ) -> int:
+        """Blocks that must be free for the request to be scheduled."""
+        needed: int = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **settings)
+        state = self._state.requests.get(request_id)
+        if state is None:
+            return needed
+        if not self._store_has_room(state):
+            return int(self.block_pool.num_gpu_blocks) + 1
+        if self._takes_slots(state, num_tokens):
+            return needed + self._spec.hot_blocks
+        if needed and any(map(self._may_go_sparse, self._state.requests.values())):
+            return needed + self._spec.hot_blocks
+        return needed
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        """Blocks for new tokens, and slots when they are due; slots are not in the block table."""
+        blocks: list[KVCacheBlock] = super().allocate_new_blocks(
+            request_id, num_tokens, num_tokens_main_model
+        )
+        state = self._state.requests.get(request_id)
+        if state is not None:
+            state.promised = self._store_blocks_of(state)
+            if self._takes_slots(state, num_tokens):
+                state.hot = self.block_pool.get_new_blocks(self._spec.hot_blocks)
+        return blocks
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Give back the blocks between the sink and the window that all workers acknowledged."""
+        state = self._state.requests.get(request_id)
+        if state is not None:
+            self._remove_blocks_in_range(request_id, self._spec.sink_blocks, state.window_start)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Blocks of a request that ends or is preempted, its slots last."""
+        blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
+        state = self._state.requests.get(request_id)
+        if state is not None:
+            blocks = blocks + state.hot
+            state.hot = []
+            self._state.forget(request_id)
+        return blocks
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        """No block is common to all: each sparse request reads a table of its own."""
+        return 0
+
+    def _takes_slots(self, state: ScheduledRequest, num_tokens: int) -> bool:
+        past = max(num_tokens, state.request.num_tokens) > self._spec.threshold_tokens
+        return past and not state.hot and self._goes_through_store(state)
+
+    def _may_go_sparse(self, state: ScheduledRequest) -> bool:
+        return (
+            not state.hot
+            and state.most_tokens > self._spec.threshold_tokens
+            and self._goes_through_store(state)
+        )
+
+    def _goes_through_store(self, state: ScheduledRequest) -> bool:
+        store = self._state.store
+        return store is not None and self._store_blocks_of(state) <= store.capacity_blocks
+
+    def _store_has_room(self, state: ScheduledRequest) -> bool:
+        """A request that waits needs all the store blocks it may ever fill."""
+        store = self._state.store
+        if state.promised or store is None or not self._goes_through_store(state):
+            return True
+        return self._state.promised + self._store_blocks_of(state) <= store.capacity_blocks
+
+    def _store_blocks_of(self, state: ScheduledRequest) -> int:
+        return state.most_tokens // int(self.block_size)

@@ -1,0 +1,35 @@
+"""The host store of a worker, whose blocks the scheduler hands out."""
+
+from collections.abc import Sequence
+
+from oasiskv.core.geometry import KVGeometry
+from oasiskv.errors import StoreFullError
+from oasiskv.stores.host import HostStore
+
+
+class AssignedStore(HostStore):
+    """A host store that takes the blocks it is told to, the same in every worker.
+
+    Attributes:
+        assigned: store blocks of the request at hand, consumed from the front.
+    """
+
+    def __init__(self, geometry: KVGeometry, capacity_blocks: int) -> None:
+        super().__init__(geometry, capacity_blocks)
+        self.assigned: list[int] = []
+
+    def reserve(self, count: int) -> list[int]:
+        """Take the next ``count`` blocks that the scheduler assigned.
+
+        Raises:
+            StoreFullError: it assigned fewer.
+        """
+        if count > len(self.assigned):
+            raise StoreFullError(
+                f"the scheduler assigned {len(self.assigned)} store blocks where {count} are needed"
+            )
+        taken, self.assigned[:count] = self.assigned[:count], []
+        return taken
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """The scheduler keeps count; nothing to do here."""

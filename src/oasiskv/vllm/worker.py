@@ -1,0 +1,44 @@
+"""The worker class: our spec for full-attention layers, and a turn after the sampler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from oasiskv.vllm.runtime import current_runtime
+from oasiskv.vllm.settings import config_of
+from oasiskv.vllm.spec import OasisSpec
+
+
+class OasisCPUWorker(CPUWorker):
+    """vLLM's CPU worker with OasisKV's runtime beside its model runner."""
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """vLLM's specs, full attention being bounded while decoding."""
+        config = config_of(self.vllm_config)
+        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
+        return {
+            name: OasisSpec.of(spec, config)
+            if type(spec) is FullAttentionSpec and spec.sliding_window is None
+            else spec
+            for name, spec in specs.items()
+        }
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """One forward, after the transfers of the step before."""
+        runtime = current_runtime()
+        runtime.runner = self.model_runner
+        runtime.begin_step(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:  # noqa: ANN401
+        """Sampled tokens, and with them what the tiers have acknowledged."""
+        output: ModelRunnerOutput = super().sample_tokens(grammar_output)
+        if output.kv_connector_output is not None:
+            ack = current_runtime().after_step(output)
+            output.kv_connector_output.kv_connector_worker_meta = ack
+        return output
