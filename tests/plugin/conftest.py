@@ -1,0 +1,28 @@
+"""Tests inside vLLM: only where it is installed, in this process, on two-layer random models."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+from tiny_folder import save_tiny
+
+# vLLM reads these when it is imported or when an engine starts.
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+if find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    os.environ.update(SETTINGS)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A random Llama whose head size vLLM's CPU kernels take, as a Hugging Face folder."""
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny", head_dim=32)
