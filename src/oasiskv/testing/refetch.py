@@ -1,16 +1,34 @@
 """Evict half of the hot set before each step and fetch it again: the sparse path made exact."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 
 from oasiskv.core.pipeline import LayerPlan, Pipeline
+from oasiskv.core.request import TieredRequest
 from oasiskv.core.residency import ResidentMap
 from oasiskv.core.tiering import Tiering
-from oasiskv.hf.engine import Engine
-from oasiskv.hf.request import Request
+
+
+class Host(Protocol):
+    """What has a ``before_step`` hook: the reference engine, or the plugin's runtime."""
+
+    step_number: int
+
+    @property
+    def running(self) -> Sequence[TieredRequest]:
+        """Requests that have not ended."""
+        ...
+
+    @property
+    def tiering(self) -> Tiering | None:
+        """Between the tiers; None where all is dense."""
+        ...
 
 
 class ForcedRefetch:
-    """A ``before_step`` hook for ``Engine``.
+    """A ``before_step`` hook.
 
     Before each step, for each sparse request, layer and head, a random half of the filled slots is
     overwritten with NaN and their blocks are fetched again from the store, without a cap and in a
@@ -29,7 +47,7 @@ class ForcedRefetch:
         self.fetched_bytes = 0
         self.evicted_tiles = 0
 
-    def __call__(self, engine: Engine) -> None:
+    def __call__(self, engine: Host) -> None:
         """Disturb all sparse requests of ``engine``."""
         for request in engine.running:
             residents, pipeline = request.residents, request.pipeline
@@ -55,14 +73,19 @@ class ForcedRefetch:
         last_wanted.scatter_(-1, victims, residents.last_wanted[layer].gather(-1, order))
         return LayerPlan(residents.blocks[layer].gather(-1, order), victims, last_wanted)
 
-    def _evict(self, request: Request, plan: LayerPlan, layer: int) -> None:
+    def _evict(self, request: TieredRequest, plan: LayerPlan, layer: int) -> None:
         tiles = request.kv.layer(layer)
         heads = torch.arange(plan.victims.shape[0], device=tiles.device)[:, None]
         tiles[request.kv.slot_index(plan.victims), heads] = float("nan")
         self.evicted_tiles += plan.num_tiles
 
     def _fetch(
-        self, tiering: Tiering, request: Request, pipeline: Pipeline, plan: LayerPlan, layer: int
+        self,
+        tiering: Tiering,
+        request: TieredRequest,
+        pipeline: Pipeline,
+        plan: LayerPlan,
+        layer: int,
     ) -> None:
         pipeline.planned(layer, plan)
         self.fetched_bytes += tiering.transfer(request, pipeline, layer, plan)

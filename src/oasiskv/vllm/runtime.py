@@ -99,6 +99,11 @@ class Runtime:
         self._generations = count()
         self._scheduled: SchedulerOutput | None = None
 
+    @property
+    def running(self) -> list[WorkerRequest]:
+        """Requests that go through the store and have not ended."""
+        return list(self.requests.values())
+
     def begin_step(self, scheduled: SchedulerOutput) -> None:
         """Take in the scheduler's news, and wait for the transfers of the step before."""
         self.step_number += 1

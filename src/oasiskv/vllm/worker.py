@@ -9,7 +9,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.vllm.runtime import current_runtime
+from oasiskv.vllm.sampler import HeldBackSampler
 from oasiskv.vllm.settings import config_of
 from oasiskv.vllm.spec import OasisSpec
 
@@ -31,9 +33,17 @@ class OasisCPUWorker(CPUWorker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """One forward, after the transfers of the step before."""
         runtime = current_runtime()
-        runtime.runner = self.model_runner
+        if runtime.runner is None:
+            runtime.runner = self.model_runner
+            self._hold_back_drafts(runtime.config.lookahead)
         runtime.begin_step(scheduler_output)
         return super().execute_model(scheduler_output)
+
+    def _hold_back_drafts(self, mode: LookaheadMode) -> None:
+        """Let the runner's own sampler see only the drafts that may be accepted."""
+        sampler = getattr(self.model_runner, "rejection_sampler", None)
+        if sampler is not None and mode is not LookaheadMode.LAST_ACCEPTED:
+            self.model_runner.rejection_sampler = HeldBackSampler(sampler, mode)
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:  # noqa: ANN401
         """Sampled tokens, and with them what the tiers have acknowledged."""
