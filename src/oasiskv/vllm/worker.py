@@ -10,6 +10,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from oasiskv.drafts.lookahead import LookaheadMode
+from oasiskv.vllm.compat import cpu_attention
 from oasiskv.vllm.runtime import current_runtime
 from oasiskv.vllm.sampler import HeldBackSampler
 from oasiskv.vllm.settings import config_of
@@ -29,6 +30,11 @@ class OasisCPUWorker(CPUWorker):
             else spec
             for name, spec in specs.items()
         }
+
+    def load_model(self, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - vLLM's own
+        """Load the model, its attention layers being ours."""
+        with cpu_attention("oasiskv.vllm.backend.OasisTorchBackend"):
+            super().load_model(*args, **settings)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """One forward, after the transfers of the step before."""
