@@ -48,8 +48,9 @@ test-core: venv
 	$(BIN)/oasiskv models fetch $(MODEL)
 	$(BIN)/pytest --ignore=tests/plugin
 
+# One thread: on small models several spend more time waiting for one another than they save.
 test-vllm: venv-vllm
-	$(VLLM_BIN)/pytest tests/plugin
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest tests/plugin
 
 lint: venv
 	$(BIN)/ruff check

@@ -10,7 +10,6 @@ from tiny_folder import save_tiny
 # vLLM reads these when it is imported or when an engine starts.
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
