@@ -3,23 +3,36 @@
 from typing import Any
 
 from oasiskv.config import BLOCK_TOKENS, OasisConfig
+from oasiskv.vllm.checks import check_installation, check_platform
+from oasiskv.vllm.compat import DISABLE, disabled
+from oasiskv.vllm.logs import logger
+from oasiskv.vllm.settings import CONNECTOR, WORKER, check_settings
 
 
 def engine_args(**settings: Any) -> dict[str, Any]:  # noqa: ANN401 - those of OasisConfig
-    """Arguments for ``vllm.LLM`` or ``AsyncEngineArgs``.
+    """Arguments for ``vllm.LLM`` or ``AsyncEngineArgs``; none if OASISKV_DISABLE=1.
 
     Args:
         settings: those of ``OasisConfig``; ``host_gib`` is needed.
 
     Raises:
-        ConfigError: a setting is unknown or impossible.
+        ConfigError: a setting is unknown or impossible, or this vLLM is not supported.
     """
+    if disabled():
+        logger.warning("%s=1: stock vLLM runs, without OasisKV", DISABLE)
+        return {}
     config = OasisConfig(**settings)
+    check_settings(config)
+    check_installation()
+    # Imported late: vLLM need not be installed to switch the plugin off or to check settings.
+    from vllm.platforms import current_platform
+
+    check_platform(current_platform.device_type)
     return {
-        "worker_cls": "oasiskv.vllm.worker.OasisCPUWorker",
+        "worker_cls": WORKER,
         "block_size": BLOCK_TOKENS,
         "kv_transfer_config": {
-            "kv_connector": "OasisConnector",
+            "kv_connector": CONNECTOR,
             "kv_connector_module_path": "oasiskv.vllm.connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": config.model_dump(mode="json", exclude_unset=True),

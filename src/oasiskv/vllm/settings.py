@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING
 from oasiskv.config import OasisConfig
 from oasiskv.core.geometry import KVGeometry
 from oasiskv.errors import ConfigError
+from oasiskv.vllm.compat import DISABLE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from oasiskv.vllm.spec import OasisSpec
+
+CONNECTOR = "OasisConnector"
+WORKER = "oasiskv.vllm.worker.OasisCPUWorker"
+VLLM_HAS = {
+    "draft_tokens": "speculative_config num_speculative_tokens",
+    "prefill_tokens": "max_num_batched_tokens",
+}
+"""Settings of the reference engine for which vLLM has its own."""
 
 
 def config_of(vllm_config: VllmConfig) -> OasisConfig:
@@ -23,15 +32,35 @@ def config_of(vllm_config: VllmConfig) -> OasisConfig:
             missing.
     """
     transfer = vllm_config.kv_transfer_config
-    if transfer is None:
+    if transfer is None or transfer.kv_connector != CONNECTOR:
         raise ConfigError(
-            "OasisKV's worker needs its connector: set kv_transfer_config to OasisConnector, as "
-            "oasiskv.vllm.engine_args() does"
+            f"kv_transfer_config={transfer and transfer.kv_connector} does not go with OasisKV's "
+            f"worker: set kv_connector to {CONNECTOR}, as oasiskv.vllm.engine_args() does"
         )
     config = OasisConfig(**transfer.kv_connector_extra_config)
+    check_settings(config)
+    return config
+
+
+def check_settings(config: OasisConfig) -> None:
+    """Refuse settings that mean nothing to the plugin, rather than ignore them.
+
+    Raises:
+        ConfigError: one of them is set, or ``host_gib`` is missing.
+    """
     if config.host_gib is None:
         raise ConfigError("host_gib is not set: give the size of the host store, GiB")
-    return config
+    if config.mode != "always":
+        raise ConfigError(
+            f"mode={config.mode} is not legal in vLLM: leave it out, or set {DISABLE}=1 to run "
+            "without OasisKV"
+        )
+    for name, instead in VLLM_HAS.items():
+        if name in config.model_fields_set:
+            raise ConfigError(
+                f"{name}={getattr(config, name)} is not legal in vLLM: leave it out and set vLLM's "
+                f"{instead}"
+            )
 
 
 def sparse_layers(cache: KVCacheConfig | None) -> tuple[OasisSpec, list[str]]:
@@ -42,15 +71,18 @@ def sparse_layers(cache: KVCacheConfig | None) -> tuple[OasisSpec, list[str]]:
     """
     from oasiskv.vllm.spec import OasisSpec
 
+    found = list(cache.kv_cache_groups) if cache is not None else []
     groups = [
         (group.kv_cache_spec, list(group.layer_names))
-        for group in (cache.kv_cache_groups if cache is not None else [])
+        for group in found
         if isinstance(group.kv_cache_spec, OasisSpec)
     ]
     if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in found) or "none"
         raise ConfigError(
-            f"{len(groups)} groups of layers carry OasisKV's spec and 1 is needed: is the worker "
-            "class set, as oasiskv.vllm.engine_args() does?"
+            f"{len(groups)} groups of layers may go sparse and 1 is needed (groups: {kinds}): use "
+            f"a model whose full-attention layers are alike, or set {DISABLE}=1 to run without "
+            "OasisKV"
         )
     return groups[0]
 

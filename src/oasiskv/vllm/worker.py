@@ -2,42 +2,66 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from oasiskv.drafts.lookahead import LookaheadMode
-from oasiskv.vllm.compat import cpu_attention
+from oasiskv.vllm.checks import check_engine, check_layers
+from oasiskv.vllm.compat import cpu_attention, disabled
 from oasiskv.vllm.runtime import current_runtime
 from oasiskv.vllm.sampler import HeldBackSampler
 from oasiskv.vllm.settings import config_of
 from oasiskv.vllm.spec import OasisSpec
 
+BACKEND = "oasiskv.vllm.backend.OasisTorchBackend"
+
 
 class OasisCPUWorker(CPUWorker):
-    """vLLM's CPU worker with OasisKV's runtime beside its model runner."""
+    """vLLM's CPU worker with OasisKV's runtime beside its model runner.
+
+    With OASISKV_DISABLE=1 it is vLLM's, and nothing else.
+
+    Raises:
+        ConfigError: vLLM's configuration asks for what OasisKV does not support.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **settings: Any) -> None:  # noqa: ANN401
+        self._inert = disabled()
+        if not self._inert:
+            check_engine(vllm_config)
+        super().__init__(vllm_config, *args, **settings)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """vLLM's specs, full attention being bounded while decoding."""
-        config = config_of(self.vllm_config)
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
-        return {
+        if self._inert:
+            return specs
+        config = config_of(self.vllm_config)
+        specs = {
             name: OasisSpec.of(spec, config)
             if type(spec) is FullAttentionSpec and spec.sliding_window is None
             else spec
             for name, spec in specs.items()
         }
+        check_layers(self.model_config.model, specs)
+        return specs
 
     def load_model(self, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - vLLM's own
         """Load the model, its attention layers being ours."""
-        with cpu_attention("oasiskv.vllm.backend.OasisTorchBackend"):
+        attention = nullcontext() if self._inert else cpu_attention(BACKEND)
+        with attention:
             super().load_model(*args, **settings)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """One forward, after the transfers of the step before."""
+        if self._inert:
+            return super().execute_model(scheduler_output)
         runtime = current_runtime()
         if runtime.runner is None:
             runtime.runner = self.model_runner
@@ -54,7 +78,7 @@ class OasisCPUWorker(CPUWorker):
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:  # noqa: ANN401
         """Sampled tokens, and with them what the tiers have acknowledged."""
         output: ModelRunnerOutput = super().sample_tokens(grammar_output)
-        if output.kv_connector_output is not None:
+        if not self._inert and output.kv_connector_output is not None:
             ack = current_runtime().after_step(output)
             output.kv_connector_output.kv_connector_worker_meta = ack
         return output

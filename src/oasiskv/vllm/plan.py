@@ -1,0 +1,144 @@
+"""The memory plan: what the tiers take, and how many long requests fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from oasiskv.config import OasisConfig
+from oasiskv.core.digests import DigestPool
+from oasiskv.core.geometry import KVGeometry
+from oasiskv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+GIB = 2**30
+MIB = 2**20
+NULL_BLOCKS = 1
+"""Blocks of vLLM's pool that no request ever gets."""
+OPEN_BLOCKS = 2
+"""Blocks beside sink, hot set and window: the one being filled, and one not yet given back."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Sizes of the tiers of one worker, in blocks.
+
+    Args:
+        pool_blocks: blocks of vLLM's pool in the fast tier.
+        store_blocks: blocks of the host store.
+        block_bytes: bytes of one block, all sparse layers and KV heads of the worker.
+        digest_bytes: bytes of one block's digest.
+        block_tokens: tokens of a block.
+        longest_tokens: vLLM's ``max_model_len``.
+        threshold_tokens: context length past which a request goes sparse.
+        sink_blocks: blocks of the sink.
+        hot_blocks: S, slots of a sparse request.
+        window_blocks: closed blocks of the window.
+    """
+
+    pool_blocks: int
+    store_blocks: int
+    block_bytes: int
+    digest_bytes: int
+    block_tokens: int
+    longest_tokens: int
+    threshold_tokens: int
+    sink_blocks: int
+    hot_blocks: int
+    window_blocks: int
+
+    @property
+    def dense_blocks(self) -> int:
+        """Blocks of a request of ``longest_tokens`` while it is dense."""
+        return -(-self.longest_tokens // self.block_tokens)
+
+    @property
+    def stored_blocks(self) -> int:
+        """Store blocks of such a request: all that close."""
+        return self.longest_tokens // self.block_tokens
+
+    @property
+    def goes_sparse(self) -> bool:
+        """Whether a request can ever pass the threshold."""
+        return self.longest_tokens > self.threshold_tokens
+
+    @property
+    def sparse_blocks(self) -> int:
+        """Blocks in the fast tier of such a request once sparse."""
+        kept = self.sink_blocks + self.window_blocks + OPEN_BLOCKS
+        return self.hot_blocks + min(kept, self.dense_blocks)
+
+    @property
+    def needed_pool_blocks(self) -> int:
+        """Least pool in which such a request never waits for ever.
+
+        Dense to its end and its slots beside it. The standing reserve for requests that are dense
+        needs no more: those that come after it can be preempted, and then nothing is kept for them.
+        """
+        slots = self.hot_blocks if self.goes_sparse else 0
+        return NULL_BLOCKS + self.dense_blocks + slots
+
+    @property
+    def dense_requests(self) -> int:
+        """Requests of ``longest_tokens`` that fit at once without OasisKV."""
+        return (self.pool_blocks - NULL_BLOCKS) // self.dense_blocks
+
+    @property
+    def sparse_requests(self) -> int:
+        """Requests of ``longest_tokens`` that fit at once: one in prefill, the others sparse."""
+        if not self.goes_sparse:
+            return self.dense_requests
+        beside = self.pool_blocks - self.needed_pool_blocks
+        in_pool = 0 if beside < 0 else 1 + beside // self.sparse_blocks
+        return min(in_pool, self.store_blocks // max(1, self.stored_blocks))
+
+    def __str__(self) -> str:
+        pool = self.pool_blocks * self.block_bytes / GIB
+        digests = self.store_blocks * self.digest_bytes / MIB
+        store = self.store_blocks * self.block_bytes / GIB
+        return (
+            f"HBM (KV pool) {pool:.3f} GiB ({self.pool_blocks} blocks), digests {digests:.2f} MiB "
+            f"beside it, host store {store:.3f} GiB ({self.store_blocks} blocks), "
+            f"{self.block_bytes} bytes a block; requests of max_model_len={self.longest_tokens} "
+            f"tokens that fit: {self.dense_requests} dense, {self.sparse_requests} with OasisKV"
+        )
+
+
+def digest_row_bytes(config: OasisConfig, geometry: KVGeometry) -> int:
+    """Bytes of one block's digest, all layers and KV heads."""
+    one = DigestPool(geometry, 1, config.digest, config.minmax_mix, torch.device("cpu"))
+    return one.row_bytes
+
+
+def plan_of(
+    vllm_config: VllmConfig, config: OasisConfig, cache: KVCacheConfig | None
+) -> MemoryPlan:
+    """The plan of one worker.
+
+    Raises:
+        ConfigError: the layers are not what OasisKV supports, or ``host_gib`` is missing.
+    """
+    from oasiskv.vllm.settings import geometry_of, store_capacity_blocks
+
+    geometry = geometry_of(vllm_config, cache)
+    if cache is None:
+        raise ConfigError(
+            "vLLM made OasisKV's connector without its KV cache: use a tested version"
+        )
+    return MemoryPlan(
+        pool_blocks=cache.num_blocks,
+        store_blocks=store_capacity_blocks(config, geometry),
+        block_bytes=geometry.block_bytes,
+        digest_bytes=digest_row_bytes(config, geometry),
+        block_tokens=geometry.block_tokens,
+        longest_tokens=vllm_config.model_config.max_model_len,
+        threshold_tokens=config.resolved_threshold_tokens,
+        sink_blocks=config.sink_blocks,
+        hot_blocks=config.hot_blocks,
+        window_blocks=config.window_blocks,
+    )

