@@ -84,15 +84,16 @@ def hold_back(
             bonus[row] = metadata.target_logits_indices[start + few]
         start += count
 
-    def sums(values: list[int], like: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(list(accumulate(values)), dtype=like.dtype, device=device)
-
+    sums = torch.tensor(
+        list(accumulate(kept)), dtype=metadata.cu_num_draft_tokens.dtype, device=device
+    )
+    # cu_num_sampled_tokens stays: vLLM finds a request's rows of the logits by it, for
+    # log-probabilities, and the logits still have a row for each draft that was fed.
     seen = replace(
         metadata,
         draft_token_ids=metadata.draft_token_ids[keep],
         num_draft_tokens=kept,
-        cu_num_draft_tokens=sums(kept, metadata.cu_num_draft_tokens),
-        cu_num_sampled_tokens=sums([n + 1 for n in kept], metadata.cu_num_sampled_tokens),
+        cu_num_draft_tokens=sums,
         target_logits_indices=metadata.target_logits_indices[keep],
         bonus_logits_indices=bonus,
     )
