@@ -1,4 +1,4 @@
-"""The command line: ``oasiskv generate | models | eval``."""
+"""The command line: ``oasiskv generate | models | eval | bench``."""
 
 import json
 import sys
@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
+from oasiskv.bench.cli import app as bench_app
 from oasiskv.config import OasisConfig
 from oasiskv.drafts.assistant import AssistantDrafts
 from oasiskv.drafts.base import DraftSource, NoDrafts
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 app.add_typer(models_app, name="models", help="List and fetch the built-in models.")
 app.add_typer(eval_app, name="eval", help="Measure accuracy and traffic.")
+app.add_typer(bench_app, name="bench", help="Measure what fits in a KV pool.")
 
 
 class DraftKind(StrEnum):

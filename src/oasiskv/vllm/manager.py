@@ -26,6 +26,16 @@ class OasisManager(FullAttentionManager):
         self._spec = kv_cache_spec
         self._state = state_of(self.block_pool)
 
+    def new_step_starts(self) -> None:
+        """Give back the blocks between sink and window that all workers acknowledged.
+
+        Of all requests, before any is scheduled: a request must not be preempted for want of blocks
+        that another, scheduled after it, no longer needs.
+        """
+        super().new_step_starts()
+        for name, state in self._state.requests.items():
+            self._remove_blocks_in_range(name, self._spec.sink_blocks, state.window_start)
+
     def get_num_blocks_to_allocate(
         self,
         request_id: str,
@@ -42,7 +52,9 @@ class OasisManager(FullAttentionManager):
             return int(self.block_pool.num_gpu_blocks) + 1
         if self._takes_slots(state, num_tokens):
             return needed + self._spec.hot_blocks
-        if needed and any(map(self._may_go_sparse, self._state.requests.values())):
+        # Requests that wait cannot reach the threshold, and no running one is preempted for them.
+        taken_in = (r for r in self._state.requests.values() if r.promised or r is state)
+        if needed and any(map(self._may_go_sparse, taken_in)):
             return needed + self._spec.hot_blocks
         return needed
 
@@ -59,17 +71,6 @@ class OasisManager(FullAttentionManager):
             if self._takes_slots(state, num_tokens):
                 state.hot = self.block_pool.get_new_blocks(self._spec.hot_blocks)
         return blocks
-
-    def remove_skipped_blocks(
-        self,
-        request_id: str,
-        processed_computed_tokens: int,
-        num_prompt_tokens: int | None = None,
-    ) -> None:
-        """Give back the blocks between the sink and the window that all workers acknowledged."""
-        state = self._state.requests.get(request_id)
-        if state is not None:
-            self._remove_blocks_in_range(request_id, self._spec.sink_blocks, state.window_start)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Blocks of a request that ends or is preempted, its slots last."""

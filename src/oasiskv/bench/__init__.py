@@ -1,0 +1,1 @@
+"""Capacity and speed, as commands and as a library."""

