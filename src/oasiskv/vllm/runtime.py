@@ -51,11 +51,13 @@ class WorkerRecord:
 
     Args:
         request: the request, to be read only.
+        drafts: drafts that were fed.
         accepted: tokens that the step gained.
         selection: what the next step wants; None while dense or without candidates.
     """
 
     request: WorkerRequest
+    drafts: list[int]
     accepted: list[int]
     selection: Selection | None
 
@@ -196,7 +198,7 @@ class Runtime:
             request, queries, row, due and len(request.kv.slots) > 0, self.step_number
         )
         if self.observer is not None and sampled:
-            self.observer(WorkerRecord(request, sampled, selection))
+            self.observer(WorkerRecord(request, drafts, sampled, selection))
 
     def _computed_before(self, name: str) -> int:
         """Tokens that were in place before this step."""
