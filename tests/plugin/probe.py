@@ -1,0 +1,115 @@
+"""A window into a running engine: what is sparse, which blocks were given back, what leaked."""
+
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+
+import oasiskv.vllm
+from oasiskv.testing.refetch import ForcedRefetch
+from oasiskv.vllm.runtime import current_runtime
+from oasiskv.vllm.scheduling import state_of
+from plugin.engines import engine
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+EXACT = {
+    "threshold_tokens": 0,
+    "budget_tokens": 64,
+    "hot_tokens": 448,
+    "sink_tokens": 16,
+    "window_tokens": 16,
+    "host_gib": 0.0625,
+    "lookahead": "last_accepted",
+}
+"""Settings under which the sparse path holds every context of the tests, up to 448 tokens."""
+
+
+class Probe:
+    """Runs before each forward: forces refetches, fills blocks that nobody owns with NaN.
+
+    Attributes:
+        given_back: request id -> most blocks of its table that vLLM's pool had back at one time.
+        sparse: ids of requests that went sparse.
+        restarted: those of them that are dense again, having been preempted.
+        in_use: most blocks of the pool in use at one time.
+        steps: forwards seen.
+    """
+
+    def __init__(self, llm, refetch=True):
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        self.state = state_of(self.pool)
+        self.runtime = current_runtime()
+        self.refetch = ForcedRefetch(1)
+        self.forced = refetch
+        self.given_back = Counter()
+        self.sparse, self.restarted = set(), set()
+        self.in_use = self.steps = 0
+        self._blank = set()
+        self.runtime.before_step = self
+
+    def __call__(self, runtime):
+        self.steps += 1
+        self.in_use = max(self.in_use, self.used)
+        for name, blocks in list(self.manager.req_to_blocks.items()):
+            nulls = sum(block.is_null for block in blocks)
+            self.given_back[name] = max(self.given_back[name], nulls)
+        dense = {r.request_id for r in runtime.running if r.residents is None}
+        self.restarted |= self.sparse & dense
+        self.sparse |= {r.request_id for r in runtime.running} - dense
+        # What vLLM's prefix cache still offers must keep its content.
+        unowned = {
+            block.block_id
+            for block in self.pool.blocks
+            if not block.ref_cnt and not block.is_null and block.block_hash is None
+        }
+        for cache in runtime._caches:
+            for block in unowned - self._blank:
+                cache[block] = float("nan")
+        self._blank = unowned
+        if self.forced:
+            self.refetch(runtime)
+
+    @property
+    def used(self):
+        """Blocks of the pool that are not free, the null block apart."""
+        return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
+
+    def assert_all_back(self):
+        """Nothing is left of ended requests: blocks, slots, store blocks, digests, worker state."""
+        assert self.used == 0
+        assert all(not block.ref_cnt for block in self.pool.blocks if not block.is_null)
+        assert not self.manager.req_to_blocks
+        assert not self.state.requests
+        assert self.state.store.free_blocks == self.state.store.capacity_blocks
+        # Workers hear of the last ends with the next step.
+        left = set(self.runtime.requests) - set(self.state.dropped)
+        assert not left
+        rows = sum(len(request.store_blocks) for request in self.runtime.running)
+        assert self.runtime.tiering.digests.rows_used == rows
+        assert not self.runtime.tiering.draining
+
+
+@contextmanager
+def probed(folder, refetch=True, settings=None, **engine_args):
+    """An engine with the plugin and a probe on it, closed at the end.
+
+    Args:
+        folder: the model.
+        refetch: force refetches.
+        settings: of OasisKV, over ``EXACT``.
+        engine_args: of vLLM, over the defaults.
+    """
+    plugin = oasiskv.vllm.engine_args(**(EXACT | (settings or {})))
+    # The pool of the defaults has to hold a request of max_model_len and its slots.
+    args = {"max_model_len": 1024} | plugin | engine_args
+    with engine(folder, **args) as llm, torch.inference_mode():
+        yield Probe(llm, refetch)
