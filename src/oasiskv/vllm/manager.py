@@ -50,13 +50,15 @@ class OasisManager(FullAttentionManager):
             return needed
         if not self._store_has_room(state):
             return int(self.block_pool.num_gpu_blocks) + 1
-        if self._takes_slots(state, num_tokens):
-            return needed + self._spec.hot_blocks
         # Requests that wait cannot reach the threshold, and no running one is preempted for them.
-        taken_in = (r for r in self._state.requests.values() if r.promised or r is state)
-        if needed and any(map(self._may_go_sparse, taken_in)):
+        others = (r for r in self._state.requests.values() if r.promised and r is not state)
+        reserve = self._spec.hot_blocks if any(map(self._may_go_sparse, others)) else 0
+        if self._takes_slots(state, num_tokens):
+            # One that is taken in leaves the reserve alone, or it would soon be preempted for it.
+            return needed + self._spec.hot_blocks + (0 if state.promised else reserve)
+        if needed and self._may_go_sparse(state):
             return needed + self._spec.hot_blocks
-        return needed
+        return needed + (reserve if needed else 0)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -67,7 +69,8 @@ class OasisManager(FullAttentionManager):
         )
         state = self._state.requests.get(request_id)
         if state is not None:
-            state.promised = self._store_blocks_of(state)
+            through = self._goes_through_store(state)
+            state.promised = self._store_blocks_of(state) if through else 0
             if self._takes_slots(state, num_tokens):
                 state.hot = self.block_pool.get_new_blocks(self._spec.hot_blocks)
         return blocks

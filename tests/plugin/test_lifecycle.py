@@ -1,0 +1,199 @@
+"""Ends of all kinds: whatever happens to requests, every block comes back and output is right."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+
+from plugin.engines import greedy
+from plugin.probe import NGRAM, probed
+from tiny import prompt_of
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder):
+    return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+
+
+def is_greedy(model, prompt, output):
+    """Whether each token is the target's choice after those before it, up to a tie below 1e-4."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(-1, torch.tensor(output)[:, None])[:, 0]
+    return bool((logits.max(-1).values - chosen < 1e-4).all())
+
+
+class Driver:
+    """Adds, steps and aborts.
+
+    Attributes:
+        done: request id -> its tokens.
+        requests: request id -> vLLM's request.
+    """
+
+    def __init__(self, probe):
+        self.probe = probe
+        self.engine = probe.llm.llm_engine
+        self.prompts, self.done, self.requests = {}, {}, {}
+
+    def add(self, name, prompt, new):
+        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        self.prompts[name] = prompt
+        known = set(self.probe.scheduler.requests)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        [internal] = set(self.probe.scheduler.requests) - known
+        self.requests[name] = self.probe.scheduler.requests[internal]
+
+    def step(self, count=1):
+        for _ in range(count):
+            for output in self.engine.step():
+                if output.finished:
+                    self.done[output.request_id] = list(output.outputs[0].token_ids)
+
+    def abort(self, name):
+        self.engine.abort_request([name])
+
+    def finish(self, most=5000):
+        for _ in range(most):
+            if not self.engine.has_unfinished_requests():
+                return
+            self.step()
+        raise AssertionError(f"requests left after {most} steps: {self.probe.scheduler.requests}")
+
+    def preemptions(self):
+        return [request.num_preemptions for request in self.requests.values()]
+
+    def assert_right_and_all_back(self, model):
+        for name, tokens in self.done.items():
+            assert len(tokens) == self.requests[name].max_tokens
+            assert is_greedy(model, self.prompts[name], tokens), name
+        # Workers hear of the last ends with the next step; one token closes no block.
+        greedy(self.probe.llm, [[1]], 1)
+        self.probe.assert_all_back()
+        assert not self.probe.runtime.tiering.digests.rows_used
+
+
+@pytest.fixture(scope="module")
+def probe(tiny_folder, model):
+    """Room for three sparse requests, or for eight dense ones that may yet go sparse."""
+    with probed(
+        tiny_folder,
+        speculative_config=NGRAM,
+        num_gpu_blocks_override=150,
+        max_num_batched_tokens=64,
+        settings={"lookahead": "held_back", "threshold_tokens": 100},
+    ) as probe:
+        yield probe
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    ("when", "steps"),
+    [("waiting", 0), ("prefill", 2), ("transition", 4), ("decode", 9)],
+)
+def test_abort(probe, model, when, steps, times):
+    driver = Driver(probe)
+    # Of its own, so that vLLM's prefix cache does not shorten the prefill.
+    prompt = prompt_of(200, seed=10 * steps + times)
+    driver.add("aborted", prompt, 100)
+    driver.step(steps)
+    driver.add("other", prompt_of(50), 12)
+    request = driver.requests["aborted"]
+    known = probe.runtime.requests.get(request.request_id)
+    blocks = probe.manager.req_to_blocks.get(request.request_id, [])
+    nulls = sum(block.is_null for block in blocks)
+    state = probe.state.requests[request.request_id]
+    assert (known is not None) == (when != "waiting")
+    if known is not None:
+        assert (known.residents is not None) == (when in ("transition", "decode"))
+        assert (state.window_start > 0) == (when in ("transition", "decode"))
+        assert (nulls > 0) == (when == "decode")
+    for _ in range(times):
+        driver.abort("aborted")
+    driver.finish()
+    driver.abort("aborted")
+    assert set(driver.done) == {"other"}
+    driver.assert_right_and_all_back(model)
+
+
+def test_three_hundred_requests_of_all_kinds(probe, model):
+    probe.forced = False
+    draw = random.Random(0)
+    driver, waiting, aborted = Driver(probe), list(range(300)), set()
+    while waiting or driver.engine.has_unfinished_requests():
+        for _ in range(min(len(waiting), draw.choice([0, 1, 5]))):
+            index = waiting.pop()
+            length = draw.choice([draw.randint(80, 105), 1 + int(399 * draw.random() ** 3)])
+            driver.add(str(index), prompt_of(length, seed=index), draw.randint(1, 12))
+        if draw.random() < 0.2 and driver.requests:
+            name = draw.choice(list(driver.requests))
+            driver.abort(name)
+            if name not in driver.done:
+                aborted.add(name)
+        driver.step()
+    probe.forced = True
+    assert len(aborted) > 20
+    assert driver.done.keys() | aborted == set(map(str, range(300)))
+    assert sum(driver.preemptions()) > 0
+    driver.assert_right_and_all_back(model)
+
+
+@pytest.fixture(scope="module")
+def crowded(tiny_folder, model):
+    """Dense requests fill the pool; all pass the threshold within a few steps."""
+    with probed(
+        tiny_folder,
+        num_gpu_blocks_override=8 * 7 + 12 + 1,
+        max_model_len=256,
+        enable_prefix_caching=False,
+        settings={"threshold_tokens": 116, "hot_tokens": 160},
+    ) as probe:
+        yield probe
+
+
+def test_a_pool_full_of_dense_requests_makes_its_transitions(crowded, model):
+    driver = Driver(crowded)
+    for index in range(8):
+        driver.add(str(index), prompt_of(100 + index, seed=index), 50)
+    driver.step(2)
+    assert len(crowded.runtime.requests) == 8
+    driver.finish(most=800)
+    assert len(driver.done) == 8
+    assert len(crowded.sparse) == 8
+    # Sparse, each needs 13 blocks of 68, and the others keep S free: none has to go twice.
+    assert sum(driver.preemptions()) > 0
+    assert max(driver.preemptions()) <= 1
+    driver.assert_right_and_all_back(model)
+
+
+def test_preempted_sparse_requests_start_again_and_give_the_same_tokens(crowded, model):
+    """Four sparse ones fill the pool; dense ones before them in line, which stay dense, grow."""
+    crowded.restarted.clear()
+    driver = Driver(crowded)
+    for index in range(3):
+        driver.add(f"dense {index}", prompt_of(40, seed=index), 76)
+    for index in range(4):
+        driver.add(str(index), prompt_of(117, seed=index), 60)
+        driver.step(2)
+    driver.finish(most=800)
+    assert crowded.restarted == {
+        request.request_id for request in driver.requests.values() if request.num_preemptions
+    }
+    assert 1 <= sum(driver.preemptions()) <= 2
+    assert len(driver.done) == 7
+    driver.assert_right_and_all_back(model)
+
+
+def test_a_dense_request_that_may_go_sparse_does_not_have_others_preempted(crowded, model):
+    """Sparse ones are taken in only while they leave it its reserve."""
+    driver = Driver(crowded)
+    driver.add("dense", prompt_of(60), 60)
+    for index in range(4):
+        driver.add(str(index), prompt_of(117, seed=index), 60)
+        driver.step(2)
+    driver.finish(most=800)
+    assert driver.preemptions() == [0] * 5
+    assert len(driver.done) == 5
+    driver.assert_right_and_all_back(model)
