@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-SPECULATIVE = ("ngram", "draft_model")
+SPECULATIVE = ("ngram",)
 """Speculative methods that are not refused."""
 
 

@@ -17,7 +17,7 @@ from oasiskv.config import OasisConfig
 from oasiskv.stores.allocator import BlockAllocator
 from oasiskv.vllm.checks import check_engine, check_sizes, check_worker
 from oasiskv.vllm.compat import disabled
-from oasiskv.vllm.logs import log_if_it_stays_dense, log_start
+from oasiskv.vllm.logs import log_start
 from oasiskv.vllm.messages import OasisAck, OasisMetadata, RequestMessage
 from oasiskv.vllm.plan import plan_of
 from oasiskv.vllm.runtime import Runtime, install_runtime
@@ -81,10 +81,9 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         """A request has arrived."""
         if self._inert:
             return
-        state = ScheduledRequest(request)
-        self._state.requests[request.request_id] = state
-        if self._state.store is not None:
-            log_if_it_stays_dense(state, self._state.store.capacity_blocks, self._config)
+        self._state.requests[request.request_id] = ScheduledRequest(
+            request, self._vllm.model_config.max_model_len
+        )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -69,8 +69,7 @@ class OasisManager(FullAttentionManager):
         )
         state = self._state.requests.get(request_id)
         if state is not None:
-            through = self._goes_through_store(state)
-            state.promised = self._store_blocks_of(state) if through else 0
+            state.promised = self._store_blocks_of(state)
             if self._takes_slots(state, num_tokens):
                 state.hot = self.block_pool.get_new_blocks(self._spec.hot_blocks)
         return blocks
@@ -91,23 +90,15 @@ class OasisManager(FullAttentionManager):
 
     def _takes_slots(self, state: ScheduledRequest, num_tokens: int) -> bool:
         past = max(num_tokens, state.request.num_tokens) > self._spec.threshold_tokens
-        return past and not state.hot and self._goes_through_store(state)
+        return past and not state.hot
 
     def _may_go_sparse(self, state: ScheduledRequest) -> bool:
-        return (
-            not state.hot
-            and state.most_tokens > self._spec.threshold_tokens
-            and self._goes_through_store(state)
-        )
-
-    def _goes_through_store(self, state: ScheduledRequest) -> bool:
-        store = self._state.store
-        return store is not None and self._store_blocks_of(state) <= store.capacity_blocks
+        return not state.hot and state.most_tokens > self._spec.threshold_tokens
 
     def _store_has_room(self, state: ScheduledRequest) -> bool:
         """A request that waits needs all the store blocks it may ever fill."""
         store = self._state.store
-        if state.promised or store is None or not self._goes_through_store(state):
+        if state.promised or store is None:
             return True
         return self._state.promised + self._store_blocks_of(state) <= store.capacity_blocks
 

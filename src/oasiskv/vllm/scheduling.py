@@ -16,6 +16,8 @@ class ScheduledRequest:
 
     Attributes:
         request: vLLM's own state.
+        max_model_len: longest sequence that the engine allows; vLLM does not hold ``max_tokens``
+            to it, but ends there.
         hot: its slots, private blocks of vLLM's pool; empty until they are needed.
         hot_sent: the workers know of ``hot``.
         window_start: first block of the window that all workers have acknowledged; blocks between
@@ -25,6 +27,7 @@ class ScheduledRequest:
     """
 
     request: Request
+    max_model_len: int
     hot: list[KVCacheBlock] = field(default_factory=list)
     hot_sent: bool = False
     window_start: int = 0
@@ -34,7 +37,8 @@ class ScheduledRequest:
     @property
     def most_tokens(self) -> int:
         """Longest that the request can become."""
-        return int(self.request.num_prompt_tokens + self.request.max_tokens)
+        asked = int(self.request.num_prompt_tokens + self.request.max_tokens)
+        return min(asked, self.max_model_len)
 
 
 class SchedulerState:
