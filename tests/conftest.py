@@ -10,6 +10,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so their children, which
 # some tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# On small tensors a second thread mostly waits, and takes the core from whatever else runs.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
