@@ -29,6 +29,14 @@ EXACT = {
 """Settings under which the sparse path holds every context of the tests, up to 448 tokens."""
 
 
+def is_greedy(model, prompt, output):
+    """Whether each token is the target's choice after those before it, up to a tie below 1e-4."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(-1, torch.tensor(output)[:, None])[:, 0]
+    return bool((logits.max(-1).values - chosen < 1e-4).all())
+
+
 class Probe:
     """Runs before each forward: forces refetches, fills blocks that nobody owns with NaN.
 

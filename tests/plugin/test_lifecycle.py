@@ -8,21 +8,13 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
 from plugin.engines import greedy
-from plugin.probe import NGRAM, probed
+from plugin.probe import NGRAM, is_greedy, probed
 from tiny import prompt_of
 
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
     return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
-
-
-def is_greedy(model, prompt, output):
-    """Whether each token is the target's choice after those before it, up to a tie below 1e-4."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-    chosen = logits.gather(-1, torch.tensor(output)[:, None])[:, 0]
-    return bool((logits.max(-1).values - chosen < 1e-4).all())
 
 
 class Driver:

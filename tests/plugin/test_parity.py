@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
 from plugin.engines import engine, greedy
-from plugin.probe import NGRAM, probed
+from plugin.probe import NGRAM, is_greedy, probed
 from tiny import prompt_of, same_up_to_ties, stock_greedy
 
 NEW = 10
@@ -43,9 +43,13 @@ ENGINES = {
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_folder):
+def model(tiny_folder):
+    return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_folder, model):
     """Greedy tokens and logits by prompt, on which transformers and stock vLLM agree."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
     reference = {tuple(p): stock_greedy(model, p, NEW) for p in PROMPTS}
     with engine(tiny_folder, enable_prefix_caching=False) as llm:
         for prompt, tokens in zip(PROMPTS, greedy(llm, PROMPTS, NEW), strict=True):
@@ -95,13 +99,15 @@ def test_short_prompts_and_whole_blocks(probe, expected):
     assert_right(probe, expected, OTHERS)
 
 
-def test_drafts_are_fed_and_accepted_as_the_mode_says(probe):
+def test_drafts_are_fed_and_accepted_as_the_mode_says(probe, model):
     if probe.llm.llm_engine.vllm_config.speculative_config is None:
         pytest.skip("this engine has no drafts")
     seen = []
     probe.runtime.observer = lambda record: seen.append((len(record.drafts), len(record.accepted)))
-    greedy(probe.llm, RESIDUES[:4], 40)
+    outputs = greedy(probe.llm, RESIDUES[:4], 40)
     probe.runtime.observer = None
+    for prompt, tokens in zip(RESIDUES, outputs, strict=False):
+        assert is_greedy(model, prompt, tokens)
     assert max(drafts for drafts, _ in seen) == 3
     most = {"last_accepted": 4, "held_back": 3, "paper": 1}[probe.runtime.config.lookahead]
     assert 1 <= max(accepted for _, accepted in seen) <= most
