@@ -21,7 +21,7 @@ from oasiskv.drafts.verify import Sampling
 from oasiskv.errors import ConfigError, OasisError, PromptError
 from oasiskv.evals.cli import app as eval_app
 from oasiskv.generation import generate as run_generate
-from oasiskv.hf.loading import LoadedModel, load_model, pick_device
+from oasiskv.hf.loading import LoadedModel, load_model, pick_device, read_model
 from oasiskv.hf.tokens import encode, load_tokenizer
 from oasiskv.models.cli import app as models_app
 from oasiskv.models.resolve import resolve_model
@@ -194,9 +194,5 @@ def _draft_source(kind: DraftKind, assistant: str | None, loaded: LoadedModel) -
         return NgramDrafts()
     if assistant is None:
         raise ConfigError("--draft assistant needs --assistant MODEL, a smaller model to draft")
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        resolve_model(assistant), dtype=loaded.model.dtype
-    ).to(loaded.device)
+    model = read_model(resolve_model(assistant), loaded.model.dtype).to(loaded.device)
     return AssistantDrafts(model, loaded.vocab_size)

@@ -138,6 +138,13 @@ class TieredRequest:
     predicted: torch.Tensor | None = None
     recent_queries: torch.Tensor | None = None
     stats: RequestStats = field(default_factory=RequestStats)
+    _store_index: torch.Tensor | None = field(default=None, init=False, repr=False)
+
+    def store_index(self, device: torch.device) -> torch.Tensor:
+        """``store_blocks`` as int64 ``[closed blocks]``, made anew only when there are more."""
+        if self._store_index is None or len(self._store_index) != len(self.store_blocks):
+            self._store_index = torch.tensor(self.store_blocks, dtype=torch.int64, device=device)
+        return self._store_index
 
     def remember(self, queries: torch.Tensor, most: int) -> None:
         """Keep the ``most`` latest of all queries seen, ``queries`` being the newest."""

@@ -126,7 +126,7 @@ class Tiering:
         sinks = min(self._config.sink_blocks, start)
         self._await_acks(request, start)
         residents = ResidentMap(self._geometry, self._config.hot_blocks, self._device)
-        candidates = self._store_index(request)[sinks:start]
+        candidates = request.store_index(self._device)[sinks:start]
         if len(candidates):
             scores = self.selector.score(queries, candidates)
             blocks, wanted = self.selector.first_fill(scores, residents.num_slots)
@@ -152,7 +152,7 @@ class Tiering:
 
     def candidates(self, request: TieredRequest) -> torch.Tensor:
         """Store blocks of the request's blocks between sink and window: int64 ``[n]``."""
-        return self._store_index(request)[self._config.sink_blocks : request.kv.window_start]
+        return request.store_index(self._device)[self._config.sink_blocks : request.kv.window_start]
 
     def select(
         self,
@@ -209,7 +209,7 @@ class Tiering:
             Bytes that it moves.
         """
         ticket = pipeline.launch(layer)
-        store_blocks = self._store_index(request)[plan.sources.clamp(min=0)]
+        store_blocks = request.store_index(self._device)[plan.sources.clamp(min=0)]
         sources = torch.where(plan.sources >= 0, store_blocks, -1)
         slots = request.kv.slot_index(plan.victims)
         return self.store.read(ticket, sources, request.kv.layer(layer), slots)
@@ -270,9 +270,6 @@ class Tiering:
         scores = self.selector.score(queries[:, :1], store_blocks)
         actual = top_blocks(scores, self._config.budget_blocks)
         request.stats.agreement.append(float((actual & predicted).sum() / actual.sum()))
-
-    def _store_index(self, request: TieredRequest) -> torch.Tensor:
-        return torch.tensor(request.store_blocks, dtype=torch.int64, device=self._device)
 
     def _await_acks(self, request: TieredRequest, blocks: int) -> None:
         self._await(

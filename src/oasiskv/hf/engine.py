@@ -264,7 +264,7 @@ class Engine:
                 self._fail(request, error)
             if not request.phase.running:
                 return []
-        if segment.is_prefill and accepted and request.phase is Phase.PREFILL:
+        if accepted and request.phase is Phase.PREFILL:
             request.phase = Phase.DENSE
         if self.observer is not None and accepted:
             kept = logits[: 1 + len(split_drafts(segment.drafts, self.config.lookahead)[0])]
@@ -275,9 +275,7 @@ class Engine:
         """Everything between two forwards that moves KV."""
         request, step = segment.request, self.step_number
         self._close_blocks(tiering, request)
-        if not request.phase.running:
-            return None
-        if not segment.keep:
+        if not request.phase.running or not segment.keep:
             return None
         queries = segment.kept_queries()
         row = 0

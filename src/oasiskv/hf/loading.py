@@ -74,13 +74,22 @@ def load_model(
         ModelError: the folder is missing or damaged, or the model is of a kind that OasisKV
             cannot serve.
     """
+    return wrap_model(read_model(path, dtype).to(device))
+
+
+def read_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Read a local folder or hub id, its attention left as it is.
+
+    Raises:
+        ModelError: the folder is missing or damaged, or the model is of a kind that OasisKV
+            cannot serve.
+    """
     try:
         check_config(AutoConfig.from_pretrained(path))
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(f"cannot load a model from {path}: {lines[0]}") from error
-    return wrap_model(model.to(device))
 
 
 def wrap_model(model: PreTrainedModel) -> LoadedModel:
