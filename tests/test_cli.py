@@ -167,6 +167,13 @@ def test_multi_latent_attention(monkeypatch, capsys, prompt, tmp_path):
     refused(monkeypatch, capsys, "multi-latent", "generate", *arguments)
 
 
+def test_an_assistant_that_cannot_be_loaded(monkeypatch, capsys, folder, prompt, tmp_path):
+    bad = save_config(tmp_path / "m", model_type="llama")
+    arguments = ("--model", folder, "--prompt-file", prompt, *SMALL)
+    drafts = ("--draft", "assistant", "--assistant", bad)
+    refused(monkeypatch, capsys, "cannot load a model", "generate", *arguments, *drafts)
+
+
 def test_only_sliding_windows(monkeypatch, capsys, prompt, tmp_path):
     bad = save_config(tmp_path / "m", model_type="mistral", sliding_window=64)
     arguments = ("--model", bad, "--prompt-file", prompt, *SMALL)

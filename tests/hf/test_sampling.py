@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from scipy.stats import chisquare
 
+from chi_square import p_value
 from oasiskv.config import OasisConfig
 from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.drafts.verify import Sampling
@@ -68,18 +68,6 @@ def sampled(loaded, prompt, drafts, lookahead) -> torch.Tensor:
         for request in requests:
             counts[request.output[0], request.output[1]] += 1
     return counts
-
-
-def p_value(counts, expected) -> float:
-    """Chi-square over single cells expected at least 5 times, the rest put together."""
-    expected = expected * DRAWS
-    single = expected >= 5
-    rest = expected[~single].sum()
-    return chisquare(
-        [*counts[single].tolist(), float(counts[~single].sum())],
-        [*expected[single].tolist(), float(rest)],
-        sum_check=False,
-    ).pvalue
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 
+from chi_square import p_value
 from oasiskv.vllm.sampler import HeldBackSampler
 from plugin.probe import NGRAM, probed
 
@@ -85,18 +85,6 @@ def sampled(probe, fed, draws=DRAWS):
             counts[first, second] += 1
     probe.runtime.observer = None
     return counts
-
-
-def p_value(counts, expected) -> float:
-    """Chi-square over single cells expected at least 5 times, the rest put together."""
-    expected = expected * counts.sum()
-    single = expected >= 5
-    rest = expected[~single].sum()
-    return chisquare(
-        [*counts[single].tolist(), float(counts[~single].sum())],
-        [*expected[single].tolist(), float(rest)],
-        sum_check=False,
-    ).pvalue
 
 
 def test_two_tokens_at_temperature_1_follow_the_target(probe, distribution, monkeypatch):
