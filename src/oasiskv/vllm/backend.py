@@ -141,18 +141,25 @@ class OasisTorchImpl(AttentionImpl[OasisRows]):
         rows = attn_metadata
         total = rows.starts[-1]
         slots = rows.slot_mapping[:total].long()
+        kept = slots >= 0
         size = kv_cache.shape[2]
-        kv_cache[slots // size, :, slots % size] = torch.cat((key[:total], value[:total]), dim=-1)
+        new = torch.cat((key[:total][kept], value[:total][kept]), dim=-1)
+        kv_cache[slots[kept] // size, :, slots[kept] % size] = new
         runtime = current_runtime()
         result = output.view(-1, self.num_heads, self.head_size)
         for index, name in enumerate(rows.names):
-            part = slice(rows.starts[index], rows.starts[index + 1])
+            start, stop = rows.starts[index], rows.starts[index + 1]
+            # A draft model's rows end with room for rejected drafts: nothing is kept of it, and
+            # what it would attend to was not written.
+            padding = int((~kept[start:stop]).sum())
+            part = slice(start, stop - padding)
+            result[stop - padding : stop] = 0
             if part.stop > part.start:
                 result[part] = runtime.attend(
                     layer.layer_name,
                     name,
                     query[part],
-                    rows.kv_tokens[index],
+                    rows.kv_tokens[index] - padding,
                     rows.block_table[index],
                     self.scale,
                 )

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 from oasiskv.config import BLOCK_TOKENS
 from oasiskv.errors import ConfigError
-from oasiskv.vllm.compat import DISABLE, TESTED, installed_version
+from oasiskv.vllm.compat import DISABLE, TESTED, installed_version, is_draft_layer
 from oasiskv.vllm.plan import GIB, NULL_BLOCKS, MemoryPlan
 from oasiskv.vllm.settings import CONNECTOR, WORKER, config_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-SPECULATIVE = ("ngram",)
+SPECULATIVE = ("ngram", "draft_model")
 """Speculative methods that are not refused."""
 
 
@@ -110,23 +112,68 @@ def check_worker(worker_cls: str | type) -> None:
         )
 
 
-def check_layers(model: str, specs: dict[str, KVCacheSpec]) -> None:
+def check_process() -> None:
+    """Refuse a second engine in a process: vLLM keeps one connector for all of them.
+
+    Raises:
+        ConfigError: another engine's connector is there.
+    """
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+    if has_kv_transfer_group():
+        raise ConfigError(
+            "another engine with a KV connector runs in this process, and vLLM keeps one connector "
+            "for all of them: shut that engine down first, or set "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=1, so that each has processes of its own"
+        )
+
+
+def check_layers(
+    vllm_config: VllmConfig,
+    specs: Mapping[str, KVCacheSpec],
+    sparse: Mapping[str, KVCacheSpec],
+) -> None:
     """Refuse models of which nothing can go sparse.
 
     Args:
-        model: vLLM's ``model``.
-        specs: what the worker tells vLLM of each layer.
+        vllm_config: vLLM's configuration.
+        specs: vLLM's spec of each layer.
+        sparse: those of layers with full attention.
 
     Raises:
-        ConfigError: no layer carries OasisKV's spec.
+        ConfigError: the target, or its draft model, has a layer and none with full attention.
     """
-    from oasiskv.vllm.spec import OasisSpec
+    speculative = vllm_config.speculative_config
+    models = {False: ("model", vllm_config.model_config.model)}
+    if speculative is not None and speculative.method == "draft_model":
+        models[True] = ("speculative_config model", speculative.draft_model_config.model)
+    for is_draft, (setting, model) in models.items():
+        if not any(is_draft_layer(name) == is_draft for name in sparse):
+            kinds = {type(s).__name__ for n, s in specs.items() if is_draft_layer(n) == is_draft}
+            raise ConfigError(
+                f"{setting}={model} has no full-attention layer (found: "
+                f"{', '.join(sorted(kinds)) or 'none'}), so nothing can go sparse: use a model "
+                f"with full attention, or set {DISABLE}=1 to run without OasisKV"
+            )
 
-    if not any(isinstance(spec, OasisSpec) for spec in specs.values()):
-        kinds = ", ".join(sorted({type(spec).__name__ for spec in specs.values()})) or "none"
+
+def check_digests(available: int, digests: int, store_blocks: int) -> None:
+    """Refuse digests that leave no KV memory.
+
+    Args:
+        available: bytes that vLLM found for its KV pool.
+        digests: bytes of the digests.
+        store_blocks: blocks of the host store, each of which has one.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    if digests >= available:
         raise ConfigError(
-            f"model={model} has no full-attention layer (found: {kinds}), so nothing can go sparse:"
-            f" use a model with full attention, or set {DISABLE}=1 to run without OasisKV"
+            f"host_gib is too large: the digests of {store_blocks} store blocks take "
+            f"{_gib(digests)} GiB of the {_gib(available)} GiB of KV memory; lower host_gib, set "
+            "digest to minmax, or give vLLM more KV memory (gpu_memory_utilization, "
+            "kv_cache_memory_bytes)"
         )
 
 
@@ -148,12 +195,14 @@ def check_sizes(plan: MemoryPlan) -> None:
         slots = plan.hot_blocks if plan.goes_sparse else 0
         longest = (plan.pool_blocks - NULL_BLOCKS - slots) * size
         shorter = f", max_model_len to at most {longest}" if longest > 0 else ""
+        digests = plan.store_blocks * plan.digest_bytes if plan.digests_in_pool else 0
+        taken = f" after {digests} bytes of digests were taken off it" if digests else ""
         raise ConfigError(
-            f"the KV pool is too small: it has {plan.pool_blocks} blocks and a request of "
+            f"the KV pool is too small: it has {plan.pool_blocks} blocks{taken} and a request of "
             f"max_model_len={plan.longest_tokens} needs {plan.needed_pool_blocks} "
             f"({plan.dense_blocks} while dense, {slots} for its hot set, {NULL_BLOCKS} of vLLM's "
             f"own); set kv_cache_memory_bytes to at least "
-            f"{plan.needed_pool_blocks * plan.block_bytes} (num_gpu_blocks_override: "
+            f"{plan.needed_pool_blocks * plan.block_bytes + digests} (num_gpu_blocks_override: "
             f"{plan.needed_pool_blocks}){shorter}, or lower hot_tokens"
         )
 

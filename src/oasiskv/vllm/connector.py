@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from oasiskv.config import OasisConfig
+from oasiskv.errors import ConfigError
 from oasiskv.stores.allocator import BlockAllocator
 from oasiskv.vllm.checks import check_engine, check_sizes, check_worker
 from oasiskv.vllm.compat import disabled
@@ -22,7 +23,7 @@ from oasiskv.vllm.messages import OasisAck, OasisMetadata, RequestMessage
 from oasiskv.vllm.plan import plan_of
 from oasiskv.vllm.runtime import Runtime, install_runtime
 from oasiskv.vllm.scheduling import ScheduledRequest, SchedulerState, state_of
-from oasiskv.vllm.settings import config_of, geometry_of, store_capacity_blocks
+from oasiskv.vllm.settings import config_of
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -53,7 +54,6 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._vllm = vllm_config
-        self._cache = kv_cache_config
         self._state = SchedulerState()
         self._inert = disabled()
         if self._inert:
@@ -61,10 +61,15 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         check_engine(vllm_config)
         check_worker(vllm_config.parallel_config.worker_cls)
         self._config: OasisConfig = config_of(vllm_config)
-        plan = plan_of(vllm_config, self._config, kv_cache_config)
-        check_sizes(plan)
+        if kv_cache_config is None:
+            raise ConfigError(
+                "vLLM made OasisKV's connector without its KV cache: use a tested version"
+            )
+        self._cache = kv_cache_config
+        self._plan = plan_of(vllm_config, self._config, kv_cache_config)
+        check_sizes(self._plan)
         if role is KVConnectorRole.SCHEDULER:
-            log_start(self._config, plan)
+            log_start(self._config, self._plan)
 
     # Scheduler side.
 
@@ -73,9 +78,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         if self._inert:
             return
         self._state = state_of(gpu_block_pool)
-        geometry = geometry_of(self._vllm, self._cache)
-        capacity = store_capacity_blocks(self._config, geometry)
-        self._state.store = BlockAllocator(capacity, geometry.block_bytes)
+        self._state.store = BlockAllocator(self._plan.store_blocks, self._plan.block_bytes)
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived."""

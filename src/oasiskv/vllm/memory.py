@@ -99,6 +99,14 @@ class PagedKV:
         gone = self.window_start - self.num_sinks - filled
         return torch.cat(parts), tokens - gone * self._geometry.block_tokens
 
+    def blank(self, first: int, end: int) -> None:
+        """Zero the KV of tokens ``first..end-1``, which are dense or in the window."""
+        ids = self._block_ids()
+        size = self._geometry.block_tokens
+        for token in range(first, end):
+            for cache in self._caches:
+                cache[ids[token // size], :, token % size] = 0
+
     def drop(self) -> None:
         """The scheduler has the blocks back already."""
         self.slots = self.slots[:0]

@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from oasiskv.config import OasisConfig
-from oasiskv.core.digests import DigestPool
-from oasiskv.core.geometry import KVGeometry
-from oasiskv.errors import ConfigError
+from oasiskv.vllm.shapes import sparse_specs, store_capacity_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,6 +29,7 @@ class MemoryPlan:
         store_blocks: blocks of the host store.
         block_bytes: bytes of one block, all sparse layers and KV heads of the worker.
         digest_bytes: bytes of one block's digest.
+        digests_in_pool: their memory was taken off the KV memory, rather than added to it.
         block_tokens: tokens of a block.
         longest_tokens: vLLM's ``max_model_len``.
         threshold_tokens: context length past which a request goes sparse.
@@ -45,6 +42,7 @@ class MemoryPlan:
     store_blocks: int
     block_bytes: int
     digest_bytes: int
+    digests_in_pool: bool
     block_tokens: int
     longest_tokens: int
     threshold_tokens: int
@@ -103,39 +101,27 @@ class MemoryPlan:
         store = self.store_blocks * self.block_bytes / GIB
         return (
             f"HBM (KV pool) {pool:.3f} GiB ({self.pool_blocks} blocks), digests {digests:.2f} MiB "
-            f"beside it, host store {store:.3f} GiB ({self.store_blocks} blocks), "
-            f"{self.block_bytes} bytes a block; requests of max_model_len={self.longest_tokens} "
-            f"tokens that fit: {self.dense_requests} dense, {self.sparse_requests} with OasisKV"
+            f"{'taken off it' if self.digests_in_pool else 'beside it'}, host store {store:.3f} "
+            f"GiB ({self.store_blocks} blocks), {self.block_bytes} bytes a block; requests of "
+            f"max_model_len={self.longest_tokens} tokens that fit: {self.dense_requests} dense, "
+            f"{self.sparse_requests} with OasisKV"
         )
 
 
-def digest_row_bytes(config: OasisConfig, geometry: KVGeometry) -> int:
-    """Bytes of one block's digest, all layers and KV heads."""
-    one = DigestPool(geometry, 1, config.digest, config.minmax_mix, torch.device("cpu"))
-    return one.row_bytes
-
-
-def plan_of(
-    vllm_config: VllmConfig, config: OasisConfig, cache: KVCacheConfig | None
-) -> MemoryPlan:
+def plan_of(vllm_config: VllmConfig, config: OasisConfig, cache: KVCacheConfig) -> MemoryPlan:
     """The plan of one worker.
 
     Raises:
         ConfigError: the layers are not what OasisKV supports, or ``host_gib`` is missing.
     """
-    from oasiskv.vllm.settings import geometry_of, store_capacity_blocks
-
-    geometry = geometry_of(vllm_config, cache)
-    if cache is None:
-        raise ConfigError(
-            "vLLM made OasisKV's connector without its KV cache: use a tested version"
-        )
+    spec = next(iter(sparse_specs(cache).values()))
     return MemoryPlan(
         pool_blocks=cache.num_blocks,
-        store_blocks=store_capacity_blocks(config, geometry),
-        block_bytes=geometry.block_bytes,
-        digest_bytes=digest_row_bytes(config, geometry),
-        block_tokens=geometry.block_tokens,
+        store_blocks=store_capacity_blocks(config, spec.block_bytes),
+        block_bytes=spec.block_bytes,
+        digest_bytes=spec.digest_bytes,
+        digests_in_pool=vllm_config.cache_config.num_gpu_blocks_override is None,
+        block_tokens=spec.block_size,
         longest_tokens=vllm_config.model_config.max_model_len,
         threshold_tokens=config.resolved_threshold_tokens,
         sink_blocks=config.sink_blocks,

@@ -1,24 +1,19 @@
-"""What one worker holds: the store, the digests, and the requests between the tiers."""
+"""What one worker holds beside vLLM's model runner, and its turn before and after each forward."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
 
 from oasiskv.config import OasisConfig
-from oasiskv.core.request import TieredRequest
 from oasiskv.core.selection import Selection
-from oasiskv.core.tiering import LATEST_QUERIES, Tiering
-from oasiskv.drafts.lookahead import lookahead_row
 from oasiskv.errors import StateError
-from oasiskv.ops.attend.reference import attend
-from oasiskv.vllm.memory import PagedKV
+from oasiskv.vllm.layers import SparseLayers, StepTokens, WorkerRequest
 from oasiskv.vllm.messages import OasisAck, OasisMetadata
-from oasiskv.vllm.settings import geometry_of, sparse_layers, store_capacity_blocks
-from oasiskv.vllm.store import AssignedStore
+from oasiskv.vllm.shapes import block_bytes, models_of, sparse_specs, store_capacity_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,30 +25,15 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
-@dataclass(eq=False, kw_only=True)
-class WorkerRequest(TieredRequest):
-    """One request in a worker.
-
-    Attributes:
-        kv: its blocks.
-        assigned: store blocks that the scheduler handed out and that no block has taken yet.
-        rows: queries of this step, one tensor ``[tokens kept, query heads, head_dim]`` a layer.
-    """
-
-    kv: PagedKV
-    assigned: list[int] = field(default_factory=list)
-    rows: list[torch.Tensor] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class WorkerRecord:
     """What an observer sees of one request after each step that gained it tokens.
 
     Args:
-        request: the request, to be read only.
+        request: the request in the target's layers, to be read only.
         drafts: drafts that were fed.
         accepted: tokens that the step gained.
-        selection: what the next step wants; None while dense or without candidates.
+        selection: what the target's next step wants; None while dense or without candidates.
     """
 
     request: WorkerRequest
@@ -63,7 +43,7 @@ class WorkerRecord:
 
 
 class Runtime:
-    """Ties vLLM's model runner to the engine-neutral core.
+    """Ties vLLM's model runner to the sparse layers of the target and of its draft model.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -72,8 +52,8 @@ class Runtime:
         kv_caches: layer name -> KV tensor.
 
     Attributes:
+        models: the target's sparse layers, then the draft model's, if there is one.
         runner: vLLM's model runner; set by the worker.
-        requests: by vLLM's request id.
         before_step: called with the runtime before each forward, when all transfers are complete;
             tests disturb the hot set here.
         observer: called with a ``WorkerRecord`` per request and step.
@@ -83,48 +63,52 @@ class Runtime:
         self,
         vllm_config: VllmConfig,
         config: OasisConfig,
-        cache: KVCacheConfig | None,
+        cache: KVCacheConfig,
         kv_caches: dict[str, torch.Tensor],
     ) -> None:
-        _, names = sparse_layers(cache)
         self.config = config
-        self.geometry = geometry_of(vllm_config, cache)
-        self._caches = [kv_caches[name] for name in names]
-        self.layer_index = {name: index for index, name in enumerate(names)}
-        self.store = AssignedStore(self.geometry, store_capacity_blocks(config, self.geometry))
-        self.tiering = Tiering(self.geometry, config, self.store, self._caches[0].device)
-        self.requests: dict[str, WorkerRequest] = {}
+        models = models_of(vllm_config, sparse_specs(cache))
+        capacity = store_capacity_blocks(config, block_bytes(models))
+        self.models = [
+            SparseLayers(
+                model, config, [kv_caches[name] for name in model.names], capacity, self._block_ids
+            )
+            for model in models
+        ]
+        self._model_of = {name: model for model in self.models for name in model.index}
         self.runner: GPUModelRunner | None = None
         self.before_step: Callable[[Runtime], None] | None = None
         self.observer: Callable[[WorkerRecord], None] | None = None
-        self.step_number = 0
         self._generations = count()
         self._scheduled: SchedulerOutput | None = None
 
     @property
-    def running(self) -> list[WorkerRequest]:
-        """Requests that go through the store and have not ended."""
-        return list(self.requests.values())
+    def target(self) -> SparseLayers:
+        """The target's sparse layers."""
+        return self.models[0]
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:
         """Take in the scheduler's news, and wait for the transfers of the step before."""
-        self.step_number += 1
         self._scheduled = scheduled
         message = scheduled.kv_connector_metadata
         if not isinstance(message, OasisMetadata):
             raise StateError(f"OasisMetadata is needed, found {type(message).__name__}")
-        for name in message.dropped:
-            self._drop(name)
-        for name, news in message.requests.items():
-            request = self.requests.get(name) or self._admit(name)
-            request.assigned.extend(news.store_blocks)
-            request.rows = []
-            if news.slots:
-                request.kv.slots = torch.tensor(news.slots, dtype=torch.int64)
-        self._settle(message)
+        generation = next(self._generations)
+        for model in self.models:
+            model.step_number += 1
+            for name in message.dropped:
+                model.drop(name)
+            for name, news in message.requests.items():
+                request = model.requests.get(name) or model.admit(name, generation)
+                request.assigned.extend(news.store_blocks)
+                request.begin_step()
+                if news.slots:
+                    request.kv.slots = torch.tensor(news.slots, dtype=torch.int64)
+            model.settle(list(message.requests))
         if self.before_step is not None:
             self.before_step(self)
-            self._settle(message)
+            for model in self.models:
+                model.settle(list(message.requests))
 
     def attend(
         self,
@@ -135,28 +119,11 @@ class Runtime:
         block_table: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Attention of one request in one layer, its new KV being in place.
-
-        Args:
-            layer_name: vLLM's name of the layer.
-            name: request id.
-            query: ``[tokens, query heads, head_dim]``.
-            kv_tokens: tokens of the request, these included.
-            block_table: vLLM's row for it.
-            scale: softmax scale.
-
-        Returns:
-            ``[tokens, query heads, head_dim]``.
-        """
-        layer = self.layer_index[layer_name]
-        request = self.requests.get(name)
-        if request is not None:
-            kept = query if request.residents is not None else query[-self._kept_rows(name) :]
-            request.rows.append(kept.clone())
-            if request.pipeline is not None and request.residents is not None:
-                request.pipeline.consume(layer, self.step_number)
-                block_table, kv_tokens = request.kv.table(kv_tokens, request.residents.filled)
-        return attend(query, self._caches[layer], block_table.long(), kv_tokens, scale)
+        """``SparseLayers.attend`` of the model that the layer is of."""
+        fed = self._scheduled.scheduled_spec_decode_tokens if self._scheduled is not None else {}
+        return self._model_of[layer_name].attend(
+            layer_name, name, query, kv_tokens, block_table, scale, len(fed.get(name, ()))
+        )
 
     def after_step(self, output: ModelRunnerOutput) -> OasisAck:
         """Close blocks, go sparse, select and start transfers, once the tokens are known."""
@@ -166,39 +133,29 @@ class Runtime:
         self._scheduled = None
         starts: dict[str, int] = {}
         for name, index in output.req_id_to_index.items():
-            request = self.requests.get(name)
+            request = self.target.requests.get(name)
             if request is not None and name in scheduled.num_scheduled_tokens:
                 sampled = output.sampled_token_ids[index] if output.sampled_token_ids else []
-                self._after_request(request, scheduled, list(sampled))
+                tokens = StepTokens(
+                    start=self._computed_before(name),
+                    scheduled=scheduled.num_scheduled_tokens[name],
+                    drafts=list(scheduled.scheduled_spec_decode_tokens.get(name, [])),
+                    sampled=list(sampled),
+                )
+                self._after_request(request, tokens)
                 if request.residents is not None:
                     starts[name] = request.kv.window_start
         return OasisAck(starts)
 
-    def _after_request(
-        self, request: WorkerRequest, scheduled: SchedulerOutput, sampled: list[int]
-    ) -> None:
-        name = request.request_id
-        drafts = list(scheduled.scheduled_spec_decode_tokens.get(name, []))
-        count_ = scheduled.num_scheduled_tokens[name]
-        fed = count_ - len(drafts)
-        gained = fed + max(0, len(sampled) - 1)
-        start = self._computed_before(name)
-        request.computed = start + gained
-        self.store.assigned = request.assigned
-        self.tiering.close_blocks(request, self.step_number)
-        queries = torch.stack(request.rows)
-        row = 0
-        if request.residents is not None:
-            # Rows before the last token belong to tokens that were recomputed.
-            row = fed - 1 + lookahead_row(self.config.lookahead, drafts, sampled)
-        else:
-            queries = queries[:, : queries.shape[1] - (count_ - gained)]
-        due = bool(sampled) and request.computed > self.config.resolved_threshold_tokens
-        selection = self.tiering.after_step(
-            request, queries, row, due and len(request.kv.slots) > 0, self.step_number
-        )
-        if self.observer is not None and sampled:
-            self.observer(WorkerRecord(request, drafts, sampled, selection))
+    def _after_request(self, request: WorkerRequest, tokens: StepTokens) -> None:
+        past = tokens.computed > self.config.resolved_threshold_tokens
+        transition = past and bool(tokens.sampled) and len(request.kv.slots) > 0
+        selections = [
+            model.after_step(request.request_id, tokens, transition) for model in self.models
+        ]
+        if self.observer is not None and tokens.sampled:
+            record = WorkerRecord(request, tokens.drafts, tokens.sampled, selections[0])
+            self.observer(record)
 
     def _computed_before(self, name: str) -> int:
         """Tokens that were in place before this step."""
@@ -206,43 +163,15 @@ class Runtime:
         index = runner.input_batch.req_id_to_index[name]
         return int(runner.input_batch.num_computed_tokens_cpu[index])
 
-    def _kept_rows(self, name: str) -> int:
-        """Queries to keep of a dense request: the latest, and all drafts."""
-        if self._scheduled is None:
-            return LATEST_QUERIES
-        drafts = self._scheduled.scheduled_spec_decode_tokens.get(name, [])
-        return max(LATEST_QUERIES, 1 + len(drafts))
+    def _block_ids(self, name: str) -> list[int]:
+        """vLLM's blocks of a request, stale where given back."""
+        blocks: list[int] = self._runner().requests[name].block_ids[0]
+        return blocks
 
     def _runner(self) -> GPUModelRunner:
         if self.runner is None:
             raise StateError("the worker has not set its model runner")
         return self.runner
-
-    def _admit(self, name: str) -> WorkerRequest:
-        def block_ids() -> list[int]:
-            blocks: list[int] = self._runner().requests[name].block_ids[0]
-            return blocks
-
-        request = WorkerRequest(
-            request_id=name,
-            generation=next(self._generations),
-            kv=PagedKV(self.geometry, self._caches, self.config.sink_blocks, block_ids),
-        )
-        self.requests[name] = request
-        return request
-
-    def _settle(self, message: OasisMetadata) -> None:
-        self.tiering.collect()
-        for name in message.requests:
-            request = self.requests[name]
-            if request.pipeline is not None:
-                self.tiering.settle(request, request.pipeline)
-
-    def _drop(self, name: str) -> None:
-        request = self.requests.pop(name, None)
-        if request is not None:
-            request.ended = True
-            self.tiering.release(request)
 
 
 _installed: list[Runtime] = []

@@ -12,11 +12,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from oasiskv.drafts.lookahead import LookaheadMode
-from oasiskv.vllm.checks import check_engine, check_layers
+from oasiskv.vllm.checks import check_digests, check_engine, check_layers, check_process
 from oasiskv.vllm.compat import cpu_attention, disabled
 from oasiskv.vllm.runtime import current_runtime
 from oasiskv.vllm.sampler import HeldBackSampler
 from oasiskv.vllm.settings import config_of
+from oasiskv.vllm.shapes import block_bytes, digest_bytes, models_of, store_capacity_blocks
 from oasiskv.vllm.spec import OasisSpec
 
 BACKEND = "oasiskv.vllm.backend.OasisTorchBackend"
@@ -34,6 +35,7 @@ class OasisCPUWorker(CPUWorker):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **settings: Any) -> None:  # noqa: ANN401
         self._inert = disabled()
         if not self._inert:
+            check_process()
             check_engine(vllm_config)
         super().__init__(vllm_config, *args, **settings)
 
@@ -42,15 +44,27 @@ class OasisCPUWorker(CPUWorker):
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
         if self._inert:
             return specs
-        config = config_of(self.vllm_config)
-        specs = {
-            name: OasisSpec.of(spec, config)
-            if type(spec) is FullAttentionSpec and spec.sliding_window is None
-            else spec
+        full = {
+            name: spec
             for name, spec in specs.items()
+            if type(spec) is FullAttentionSpec and spec.sliding_window is None
         }
-        check_layers(self.model_config.model, specs)
-        return specs
+        check_layers(self.vllm_config, specs, full)
+        self._models = models_of(self.vllm_config, full)
+        config = config_of(self.vllm_config)
+        bounded = {name: OasisSpec.of(spec, config, self._models) for name, spec in full.items()}
+        return specs | bounded
+
+    def determine_available_memory(self) -> int:
+        """Bytes for vLLM's KV pool: what vLLM finds, less the digests, which live beside it."""
+        available: int = super().determine_available_memory()
+        if self._inert:
+            return available
+        config = config_of(self.vllm_config)
+        blocks = store_capacity_blocks(config, block_bytes(self._models))
+        digests = blocks * digest_bytes(config, self._models)
+        check_digests(available, digests, blocks)
+        return available - digests
 
     def load_model(self, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - vLLM's own
         """Load the model, its attention layers being ours."""

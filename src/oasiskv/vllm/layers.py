@@ -1,0 +1,236 @@
+"""The sparse layers of one model in a worker: their store, their digests, their requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from oasiskv.core.request import TieredRequest
+from oasiskv.core.tiering import LATEST_QUERIES, Tiering
+from oasiskv.drafts.lookahead import lookahead_row
+from oasiskv.ops.attend.reference import attend
+from oasiskv.vllm.memory import PagedKV
+from oasiskv.vllm.store import AssignedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from oasiskv.config import OasisConfig
+    from oasiskv.core.selection import Selection
+    from oasiskv.vllm.shapes import ModelLayers
+
+
+@dataclass(eq=False, kw_only=True)
+class WorkerRequest(TieredRequest):
+    """One request in the layers of one model.
+
+    Attributes:
+        kv: its blocks.
+        assigned: store blocks that the scheduler handed out and that no block has taken yet.
+        queries: of this step, per layer and forward ``[tokens kept, query heads, head_dim]``. The
+            target runs forward once in a step, a draft model once per draft, or not at all.
+    """
+
+    kv: PagedKV
+    assigned: list[int] = field(default_factory=list)
+    queries: list[list[torch.Tensor]] = field(default_factory=list)
+
+    def begin_step(self) -> None:
+        """Forget the queries of the step before."""
+        for kept in self.queries:
+            kept.clear()
+
+    def step_queries(self, forward: int) -> torch.Tensor:
+        """Queries of one forward of the step, ``[layers, n, query heads, head_dim]``."""
+        return torch.stack([kept[forward] for kept in self.queries])
+
+
+class StepTokens(NamedTuple):
+    """What one step did to one request.
+
+    Attributes:
+        start: tokens in place before it.
+        scheduled: tokens that the target computed.
+        drafts: of these, the drafts; the last ones.
+        sampled: tokens that the sampler gave; none while the prompt is not complete.
+    """
+
+    start: int
+    scheduled: int
+    drafts: list[int]
+    sampled: list[int]
+
+    @property
+    def fed(self) -> int:
+        """Tokens that are no drafts."""
+        return self.scheduled - len(self.drafts)
+
+    @property
+    def gained(self) -> int:
+        """Tokens whose KV the target has put in place for good."""
+        return self.fed + max(0, len(self.sampled) - 1)
+
+    @property
+    def computed(self) -> int:
+        """Tokens in place after it."""
+        return self.start + self.gained
+
+
+class SparseLayers:
+    """Ties the layers of one model to the engine-neutral core.
+
+    A draft model's layers are treated as the target's are: same blocks and slots, own tiles, own
+    choice. What differs is which query looks ahead: a draft's own latest, which is the token it
+    drafted last.
+
+    Args:
+        layers: names and sizes.
+        config: our settings.
+        caches: vLLM's KV tensor of each layer.
+        capacity_blocks: blocks of the host store.
+        block_ids: gives vLLM's blocks of a request, by its id.
+
+    Attributes:
+        requests: by vLLM's request id.
+        step_number: of the step that runs.
+    """
+
+    def __init__(
+        self,
+        layers: ModelLayers,
+        config: OasisConfig,
+        caches: Sequence[torch.Tensor],
+        capacity_blocks: int,
+        block_ids: Callable[[str], list[int]],
+    ) -> None:
+        self.geometry = layers.geometry
+        self.is_draft = layers.is_draft
+        self.caches = list(caches)
+        self.index = {name: index for index, name in enumerate(layers.names)}
+        self.store = AssignedStore(self.geometry, capacity_blocks)
+        self.tiering = Tiering(self.geometry, config, self.store, self.caches[0].device)
+        self.requests: dict[str, WorkerRequest] = {}
+        self.step_number = 0
+        self._config = config
+        self._block_ids = block_ids
+
+    @property
+    def running(self) -> list[WorkerRequest]:
+        """Requests that go through the store and have not ended."""
+        return list(self.requests.values())
+
+    def admit(self, name: str, generation: int) -> WorkerRequest:
+        """A request goes through the store from now on."""
+
+        def block_ids() -> list[int]:
+            return self._block_ids(name)
+
+        request = WorkerRequest(
+            request_id=name,
+            generation=generation,
+            kv=PagedKV(self.geometry, self.caches, self._config.sink_blocks, block_ids),
+            queries=[[] for _ in self.caches],
+        )
+        self.requests[name] = request
+        return request
+
+    def drop(self, name: str) -> None:
+        """A request has ended or was preempted."""
+        request = self.requests.pop(name, None)
+        if request is not None:
+            request.ended = True
+            self.tiering.release(request)
+
+    def settle(self, names: Sequence[str]) -> None:
+        """Wait for the transfers of these requests."""
+        self.tiering.collect()
+        for name in names:
+            request = self.requests[name]
+            if request.pipeline is not None:
+                self.tiering.settle(request, request.pipeline)
+
+    def attend(
+        self,
+        layer_name: str,
+        name: str,
+        query: torch.Tensor,
+        kv_tokens: int,
+        block_table: torch.Tensor,
+        scale: float,
+        most_drafts: int,
+    ) -> torch.Tensor:
+        """Attention of one request in one layer, its new KV being in place.
+
+        Args:
+            layer_name: vLLM's name of the layer.
+            name: request id.
+            query: ``[tokens, query heads, head_dim]``.
+            kv_tokens: tokens of the request, these included.
+            block_table: vLLM's row for it.
+            scale: softmax scale.
+            most_drafts: drafts that may be among the tokens, as the last ones.
+
+        Returns:
+            ``[tokens, query heads, head_dim]``.
+        """
+        layer = self.index[layer_name]
+        request = self.requests.get(name)
+        if request is not None:
+            # Of a dense request the latest, beside drafts that may be rejected.
+            most = LATEST_QUERIES + most_drafts
+            kept = query if request.residents is not None else query[-most:]
+            request.queries[layer].append(kept.clone())
+            if request.pipeline is not None and request.residents is not None:
+                request.pipeline.consume(layer, self.step_number)
+                block_table, kv_tokens = request.kv.table(kv_tokens, request.residents.filled)
+        return attend(query, self.caches[layer], block_table.long(), kv_tokens, scale)
+
+    def after_step(self, name: str, tokens: StepTokens, transition: bool) -> Selection | None:
+        """Close blocks, go sparse, select and start transfers of one request.
+
+        Args:
+            name: request id.
+            tokens: what the step did to it.
+            transition: a dense request whose slots are there is to go sparse.
+
+        Returns:
+            What the next step wants; None while dense or without candidates.
+        """
+        request = self.requests[name]
+        # Drafts may be accepted past the request's last token: it ends with this step, and the
+        # scheduler has kept no room in the store for them.
+        closable = len(request.store_blocks) + len(request.assigned)
+        most = (closable + 1) * self.geometry.block_tokens - 1
+        request.computed = min(tokens.computed, most)
+        forwards = len(request.queries[0])
+        if not forwards:
+            # vLLM does not draft near the end of the longest sequence: nobody wrote the draft's KV.
+            request.kv.blank(tokens.start, tokens.computed)
+        self.store.assigned = request.assigned
+        self.tiering.close_blocks(request, self.step_number)
+        if not forwards and request.residents is not None:
+            self.tiering.advance(request, request.residents, self.step_number)
+            return None
+        queries, row = self._lookahead(request, tokens, forwards)
+        return self.tiering.after_step(request, queries, row, transition, self.step_number)
+
+    def _lookahead(
+        self, request: WorkerRequest, tokens: StepTokens, forwards: int
+    ) -> tuple[torch.Tensor, int]:
+        """Queries of the step, and which of them looks ahead."""
+        if not forwards:
+            geometry = self.geometry
+            shape = (geometry.num_layers, 0, geometry.num_query_heads, geometry.head_dim)
+            return self.caches[0].new_empty(shape), 0
+        if request.residents is None:
+            queries = request.step_queries(0)
+            rejected = 0 if self.is_draft else tokens.scheduled - tokens.gained
+            return queries[:, : queries.shape[1] - rejected], 0
+        if self.is_draft:
+            queries = request.step_queries(-1)
+            return queries, queries.shape[1] - 1
+        # Rows before the last token belong to tokens that were recomputed.
+        ahead = lookahead_row(self._config.lookahead, tokens.drafts, tokens.sampled)
+        return request.step_queries(0), tokens.fed - 1 + ahead
