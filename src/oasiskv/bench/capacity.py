@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,22 +27,25 @@ BATCHED_TOKENS = 2048
 _NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 # Standard output is for the result.
 _DEFAULTS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
 }
 
 
+_KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+
+
 @dataclass(frozen=True)
 class Workload:
-    """Requests that all arrive at once, and the pool that they share.
+    """Requests that all arrive at once, and the KV memory that they share.
 
     Args:
         requests: how many.
         prompt_tokens: random tokens of each prompt.
         new_tokens: tokens decoded of each.
-        pool_tokens: tokens that the KV pool holds; None: two requests, rounded up to blocks.
+        pool_tokens: tokens that stock's KV pool holds, which fills the KV memory; None: the most
+            with which it does not take in a third request.
         seed: of the prompts.
 
     Raises:
@@ -70,11 +75,12 @@ class Workload:
         """Blocks of stock's pool, vLLM's null block included."""
         request = -(-self.request_tokens // STOCK_BLOCK_TOKENS)
         if self.pool_tokens is None:
-            return 2 * request + 1
+            prompt = -(-self.prompt_tokens // STOCK_BLOCK_TOKENS)
+            return max(2 * request, 3 * prompt - 1) + 1
         return -(-self.pool_tokens // STOCK_BLOCK_TOKENS) + 1
 
     def check(self, config: OasisConfig) -> None:
-        """Refuse a pool that cannot hold one request, its slots included.
+        """Refuse KV memory that cannot hold one request and its slots, digests apart.
 
         Raises:
             ConfigError: with the tokens that are needed.
@@ -95,7 +101,7 @@ class EngineReport:
     Attributes:
         block_tokens: tokens of one block.
         pool_blocks: blocks of the pool, vLLM's null block included.
-        pool_bytes: bytes of the pool.
+        pool_bytes: bytes of the pool; with the digests, of the KV memory.
         decoding_at_once: most requests past their prompt and running after one step.
         preemptions: over all requests.
         peak_pool_blocks: most blocks of the pool in use after one step.
@@ -106,7 +112,7 @@ class EngineReport:
         seconds: wall time of these.
         store_peak_blocks: most store blocks in use after one step.
         store_bytes: the host store.
-        digest_bytes: digests, in the fast tier beside the pool.
+        digest_bytes: digests, in the fast tier.
     """
 
     block_tokens: int
@@ -165,7 +171,9 @@ class _Sampler:
 def measure(
     workload: Workload, config: OasisConfig, model: str | Path | None = None
 ) -> tuple[EngineReport, EngineReport]:
-    """Run the workload on stock vLLM and on OasisKV, in pools of the same bytes, in this process.
+    """Run the workload on stock vLLM and on OasisKV, in the same KV memory, in this process.
+
+    OasisKV's digests are taken off it, so that its pool is smaller.
 
     Args:
         workload: the requests and the pool.
@@ -190,9 +198,11 @@ def measure(
     os.environ.update(_NEEDED)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    with TemporaryDirectory() as temporary:
+    with TemporaryDirectory() as temporary, _memory_as_asked():
         folder = model or save_random_llama(Path(temporary), workload.request_tokens)
-        stock = _run(folder, workload, STOCK_BLOCK_TOKENS, {})
+        # Stock's pool counts, not the memory it is part of; vLLM wants some of that named.
+        pool = {"num_gpu_blocks_override": workload.stock_blocks, "kv_cache_memory_bytes": 2**30}
+        stock = _run(folder, workload, STOCK_BLOCK_TOKENS, pool)
         settings = config.model_dump(exclude_unset=True)
         if config.host_gib is None:
             blocks = workload.requests * -(-workload.request_tokens // BLOCK_TOKENS)
@@ -203,6 +213,7 @@ def measure(
             raise ConfigError(
                 "OASISKV_DISABLE is set and the capacity bench runs OasisKV: unset it"
             )
+        plugin["kv_cache_memory_bytes"] = stock.pool_bytes
         return stock, _run(folder, workload, BLOCK_TOKENS, plugin)
 
 
@@ -227,13 +238,23 @@ def save_random_llama(folder: Path, max_tokens: int) -> Path:
     return folder
 
 
+@contextmanager
+def _memory_as_asked() -> Iterator[None]:
+    """Hide the variable that vLLM's CPU build takes its KV memory from, whatever is asked for."""
+    before = os.environ.pop(_KV_SPACE, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_KV_SPACE] = before
+
+
 def _run(
-    folder: Path | str, workload: Workload, block_tokens: int, plugin: dict[str, Any]
+    folder: Path | str, workload: Workload, block_tokens: int, engine_args: dict[str, Any]
 ) -> EngineReport:
     """The workload on one engine, which is closed at the end."""
     from vllm import LLM, SamplingParams
 
-    blocks = workload.stock_blocks * STOCK_BLOCK_TOKENS // block_tokens
     settings = {
         "model": str(folder),
         "skip_tokenizer_init": True,
@@ -241,17 +262,16 @@ def _run(
         "enforce_eager": True,
         "async_scheduling": False,
         "block_size": block_tokens,
-        "num_gpu_blocks_override": blocks,
         "max_model_len": workload.request_tokens,
         "max_num_seqs": workload.requests,
         "max_num_batched_tokens": BATCHED_TOKENS,
     }
-    llm = LLM(**(settings | plugin))
+    llm = LLM(**(settings | engine_args))
     engine = llm.llm_engine
     try:
         scheduler = engine.engine_core.engine_core.scheduler
         pool_bytes = sum(tensor.size for tensor in scheduler.kv_cache_config.kv_cache_tensors)
-        report = EngineReport(block_tokens, blocks, pool_bytes)
+        report = EngineReport(block_tokens, scheduler.kv_cache_config.num_blocks, pool_bytes)
         sampling = SamplingParams(
             temperature=0, max_tokens=workload.new_tokens, ignore_eos=True, detokenize=False
         )
@@ -269,7 +289,7 @@ def _run(
             sampler.sample()
         report.seconds = time.perf_counter() - start
         report.preemptions = sum(request.num_preemptions for request in requests)
-        if plugin:
+        if "kv_transfer_config" in engine_args:
             from oasiskv.vllm.runtime import current_runtime
 
             for model in current_runtime().models:

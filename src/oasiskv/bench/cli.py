@@ -28,7 +28,7 @@ _ROWS: dict[str, Callable[[EngineReport], object]] = {
     "blocks of a request, sparse, least": lambda r: _or_dash(r.decode_least_blocks),
     "store blocks in use, most": lambda r: r.store_peak_blocks,
     "host store, MiB": lambda r: f"{r.store_bytes / _MIB:.2f}",
-    "digests beside the pool, MiB": lambda r: f"{r.digest_bytes / _MIB:.2f}",
+    "digests, MiB": lambda r: f"{r.digest_bytes / _MIB:.2f}",
     "steps": lambda r: r.steps,
     "seconds": lambda r: f"{r.seconds:.1f}",
 }
@@ -49,7 +49,8 @@ def capacity_command(
     prompt_tokens: Annotated[int, typer.Option(help="random tokens of each prompt")] = 2000,
     new_tokens: Annotated[int, typer.Option(help="tokens decoded of each")] = 256,
     pool_tokens: Annotated[
-        int | None, typer.Option(help="tokens the KV pool holds; default two requests")
+        int | None,
+        typer.Option(help="KV memory, in tokens of stock's pool; default: no third request fits"),
     ] = None,
     budget: Annotated[int, typer.Option(help="K: wanted tokens per step, layer, KV head")] = 128,
     hot: Annotated[int, typer.Option(help="S: tokens of the hot set")] = 256,
@@ -60,7 +61,7 @@ def capacity_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object only")] = False,
 ) -> None:
-    """Requests that decode at once in one KV pool: stock vLLM, then OasisKV, on the CPU."""
+    """Requests that decode at once in the same KV memory: stock vLLM, then OasisKV, on the CPU."""
     workload = Workload(requests, prompt_tokens, new_tokens, pool_tokens)
     config = OasisConfig(
         budget_tokens=budget,
