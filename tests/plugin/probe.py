@@ -46,6 +46,7 @@ class Probe:
         restarted: those of them that are dense again, having been preempted.
         in_use: most blocks of the pool in use at one time.
         steps: forwards seen.
+        fill: what blocks that nobody owns are filled with.
     """
 
     def __init__(self, llm, refetch=True):
@@ -58,6 +59,7 @@ class Probe:
         self.runtime = current_runtime()
         self.refetch = ForcedRefetch(1)
         self.forced = refetch
+        self.fill = float("nan")
         self.given_back = Counter()
         self.sparse, self.restarted = set(), set()
         self.in_use = self.steps = 0
@@ -83,7 +85,7 @@ class Probe:
         for model in runtime.models:
             for cache in model.caches:
                 for block in unowned - self._blank:
-                    cache[block] = float("nan")
+                    cache[block] = self.fill
         self._blank = unowned
         if self.forced:
             for model in runtime.models:

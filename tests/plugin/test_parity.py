@@ -57,14 +57,6 @@ def expected(tiny_folder, model):
     return reference
 
 
-@pytest.fixture(scope="module", params=ENGINES.values(), ids=ENGINES.keys())
-def probe(request, tiny_folder, expected):
-    """One engine after another; ``expected`` has closed its own before."""
-    args = {"max_num_seqs": 64, "num_gpu_blocks_override": 3000, "enable_prefix_caching": False}
-    with probed(tiny_folder, **(args | request.param)) as probe:
-        yield probe
-
-
 def assert_right(probe, expected, prompts, new=NEW):
     """Generate; compare; everything really went through the store and HBM was given back."""
     probe.given_back.clear()
@@ -94,48 +86,56 @@ def assert_right(probe, expected, prompts, new=NEW):
     return outputs
 
 
-def test_every_number_of_tokens_in_the_open_block(probe, expected):
-    assert_right(probe, expected, RESIDUES)
+class TestEachEngine:
+    """Tests that share an engine, one after another of ``ENGINES``."""
 
+    @pytest.fixture(scope="class", params=ENGINES.values(), ids=ENGINES.keys())
+    def probe(self, request, tiny_folder, expected):
+        """One engine after another; ``expected`` has closed its own before."""
+        args = {"max_num_seqs": 64, "num_gpu_blocks_override": 3000, "enable_prefix_caching": False}
+        with probed(tiny_folder, **(args | request.param)) as probe:
+            yield probe
 
-def test_short_prompts_and_whole_blocks(probe, expected):
-    assert_right(probe, expected, OTHERS)
+    def test_every_number_of_tokens_in_the_open_block(self, probe, expected):
+        assert_right(probe, expected, RESIDUES)
 
+    def test_short_prompts_and_whole_blocks(self, probe, expected):
+        assert_right(probe, expected, OTHERS)
 
-def test_drafts_are_fed_and_accepted_as_the_mode_says(probe, model):
-    if probe.llm.llm_engine.vllm_config.speculative_config is None:
-        pytest.skip("this engine has no drafts")
-    seen = []
-    probe.runtime.observer = lambda record: seen.append((len(record.drafts), len(record.accepted)))
-    outputs = greedy(probe.llm, RESIDUES[:4], 40)
-    probe.runtime.observer = None
-    for prompt, tokens in zip(RESIDUES, outputs, strict=False):
-        assert is_greedy(model, prompt, tokens)
-    assert max(drafts for drafts, _ in seen) == 3
-    most = {"last_accepted": 4, "held_back": 3, "paper": 1}[probe.runtime.config.lookahead]
-    assert 1 <= max(accepted for _, accepted in seen) <= most
-    if most > 1:
-        assert sum(accepted for _, accepted in seen) > len(seen)
+    def test_drafts_are_fed_and_accepted_as_the_mode_says(self, probe, model):
+        if probe.llm.llm_engine.vllm_config.speculative_config is None:
+            pytest.skip("this engine has no drafts")
+        seen = []
+        probe.runtime.observer = lambda record: seen.append(
+            (len(record.drafts), len(record.accepted))
+        )
+        outputs = greedy(probe.llm, RESIDUES[:4], 40)
+        probe.runtime.observer = None
+        for prompt, tokens in zip(RESIDUES, outputs, strict=False):
+            assert is_greedy(model, prompt, tokens)
+        assert max(drafts for drafts, _ in seen) == 3
+        most = {"last_accepted": 4, "held_back": 3, "paper": 1}[probe.runtime.config.lookahead]
+        assert 1 <= max(accepted for _, accepted in seen) <= most
+        if most > 1:
+            assert sum(accepted for _, accepted in seen) > len(seen)
 
+    def test_many_equal_requests_at_once(self, probe, expected):
+        outputs = assert_right(probe, expected, [RESIDUES[11]] * 64, new=6)
+        assert all(tokens == outputs[0] for tokens in outputs)
 
-def test_many_equal_requests_at_once(probe, expected):
-    outputs = assert_right(probe, expected, [RESIDUES[11]] * 64, new=6)
-    assert all(tokens == outputs[0] for tokens in outputs)
-
-
-def test_log_probabilities_are_those_of_transformers(probe, expected):
-    prompts = [RESIDUES[3], RESIDUES[12], OTHERS[0], OTHERS[3]]
-    sampling = SamplingParams(
-        temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=5
-    )
-    outputs = probe.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        tokens, logits = expected[tuple(prompt)]
-        assert list(output.outputs[0].token_ids) == tokens
-        for row, found in zip(logits.log_softmax(-1), output.outputs[0].logprobs, strict=True):
-            assert len(found) >= 5
-            for token, entry in found.items():
-                assert math.isclose(entry.logprob, row[token], rel_tol=0, abs_tol=1e-4)
+    def test_log_probabilities_are_those_of_transformers(self, probe, expected):
+        prompts = [RESIDUES[3], RESIDUES[12], OTHERS[0], OTHERS[3]]
+        sampling = SamplingParams(
+            temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=5
+        )
+        outputs = probe.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            tokens, logits = expected[tuple(prompt)]
+            assert list(output.outputs[0].token_ids) == tokens
+            for row, found in zip(logits.log_softmax(-1), output.outputs[0].logprobs, strict=True):
+                assert len(found) >= 5
+                for token, entry in found.items():
+                    assert math.isclose(entry.logprob, row[token], rel_tol=0, abs_tol=1e-4)
 
 
 @pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["no drafts", "drafts"])

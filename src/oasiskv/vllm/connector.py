@@ -59,7 +59,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         if self._inert:
             return
         check_engine(vllm_config)
-        check_worker(vllm_config.parallel_config.worker_cls)
+        check_worker(vllm_config.parallel_config.worker_cls, vllm_config.device_config.device_type)
         self._config: OasisConfig = config_of(vllm_config)
         if kv_cache_config is None:
             raise ConfigError(

@@ -10,7 +10,6 @@ import torch
 from oasiskv.core.request import TieredRequest
 from oasiskv.core.tiering import LATEST_QUERIES, Tiering
 from oasiskv.drafts.lookahead import lookahead_row
-from oasiskv.ops.attend.reference import attend
 from oasiskv.vllm.memory import PagedKV
 from oasiskv.vllm.store import AssignedStore
 
@@ -151,41 +150,42 @@ class SparseLayers:
             if request.pipeline is not None:
                 self.tiering.settle(request, request.pipeline)
 
-    def attend(
-        self,
-        layer_name: str,
-        name: str,
-        query: torch.Tensor,
-        kv_tokens: int,
-        block_table: torch.Tensor,
-        scale: float,
-        most_drafts: int,
-    ) -> torch.Tensor:
-        """Attention of one request in one layer, its new KV being in place.
+    def before_attention(
+        self, layer_name: str, name: str, query: torch.Tensor, most_drafts: int
+    ) -> None:
+        """A layer is about to attend for a request: its slots are read, its queries are kept.
 
         Args:
             layer_name: vLLM's name of the layer.
             name: request id.
             query: ``[tokens, query heads, head_dim]``.
-            kv_tokens: tokens of the request, these included.
-            block_table: vLLM's row for it.
-            scale: softmax scale.
             most_drafts: drafts that may be among the tokens, as the last ones.
+        """
+        request = self.requests.get(name)
+        if request is None:
+            return
+        layer = self.index[layer_name]
+        # Of a dense request the latest, beside drafts that may be rejected.
+        most = LATEST_QUERIES + most_drafts
+        kept = query if request.residents is not None else query[-most:]
+        request.queries[layer].append(kept.clone())
+        if request.pipeline is not None:
+            request.pipeline.consume(layer, self.step_number)
+
+    def table(self, name: str, kv_tokens: int) -> tuple[torch.Tensor, int] | None:
+        """The compact block table of a sparse request; None for one that is not.
+
+        Args:
+            name: request id.
+            kv_tokens: tokens of the request, those of this step included.
 
         Returns:
-            ``[tokens, query heads, head_dim]``.
+            ``(int64 [blocks], tokens in them)``.
         """
-        layer = self.index[layer_name]
         request = self.requests.get(name)
-        if request is not None:
-            # Of a dense request the latest, beside drafts that may be rejected.
-            most = LATEST_QUERIES + most_drafts
-            kept = query if request.residents is not None else query[-most:]
-            request.queries[layer].append(kept.clone())
-            if request.pipeline is not None and request.residents is not None:
-                request.pipeline.consume(layer, self.step_number)
-                block_table, kv_tokens = request.kv.table(kv_tokens, request.residents.filled)
-        return attend(query, self.caches[layer], block_table.long(), kv_tokens, scale)
+        if request is None or request.residents is None:
+            return None
+        return request.kv.table(kv_tokens, request.residents.filled)
 
     def after_step(self, name: str, tokens: StepTokens, transition: bool) -> Selection | None:
         """Close blocks, go sparse, select and start transfers of one request.

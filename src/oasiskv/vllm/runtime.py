@@ -110,20 +110,15 @@ class Runtime:
             for model in self.models:
                 model.settle(list(message.requests))
 
-    def attend(
-        self,
-        layer_name: str,
-        name: str,
-        query: torch.Tensor,
-        kv_tokens: int,
-        block_table: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        """``SparseLayers.attend`` of the model that the layer is of."""
+    def before_attention(self, layer_name: str, name: str, query: torch.Tensor) -> None:
+        """``SparseLayers.before_attention`` of the model that the layer is of."""
         fed = self._scheduled.scheduled_spec_decode_tokens if self._scheduled is not None else {}
-        return self._model_of[layer_name].attend(
-            layer_name, name, query, kv_tokens, block_table, scale, len(fed.get(name, ()))
-        )
+        drafts = len(fed.get(name, ()))
+        self._model_of[layer_name].before_attention(layer_name, name, query, drafts)
+
+    def table(self, layer_name: str, name: str, kv_tokens: int) -> tuple[torch.Tensor, int] | None:
+        """``SparseLayers.table`` of the model that the layer is of."""
+        return self._model_of[layer_name].table(name, kv_tokens)
 
     def after_step(self, output: ModelRunnerOutput) -> OasisAck:
         """Close blocks, go sparse, select and start transfers, once the tokens are known."""
@@ -180,6 +175,13 @@ _installed: list[Runtime] = []
 def install_runtime(runtime: Runtime) -> None:
     """Make ``runtime`` that of this process; an earlier engine's is forgotten."""
     _installed[:] = [runtime]
+
+
+def rows_of_step(count: int) -> tuple[str, ...]:
+    """Request ids of the first ``count`` rows of this step; none while vLLM profiles a forward."""
+    if not _installed or _installed[0].runner is None:
+        return ()
+    return tuple(_installed[0].runner.input_batch.req_ids[:count])
 
 
 def current_runtime() -> Runtime:

@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CONNECTOR = "OasisConnector"
-WORKER = "oasiskv.vllm.worker.OasisCPUWorker"
+WORKERS = {
+    "cpu": "oasiskv.vllm.cpu_worker.OasisCPUWorker",
+    "cuda": "oasiskv.vllm.worker.OasisGPUWorker",
+}
+"""Platform -> worker class."""
+
 VLLM_HAS = {
     "draft_tokens": "speculative_config num_speculative_tokens",
     "prefill_tokens": "max_num_batched_tokens",

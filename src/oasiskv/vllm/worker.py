@@ -1,30 +1,27 @@
-"""The worker class: our spec for full-attention layers, and a turn after the sampler."""
+"""The worker class for CUDA: our spec for full-attention layers, and a turn after the sampler."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
 
 from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.vllm.checks import check_digests, check_engine, check_layers, check_process
-from oasiskv.vllm.compat import cpu_attention, disabled
+from oasiskv.vllm.compat import disabled
 from oasiskv.vllm.runtime import current_runtime
 from oasiskv.vllm.sampler import HeldBackSampler
 from oasiskv.vllm.settings import config_of
 from oasiskv.vllm.shapes import block_bytes, digest_bytes, models_of, store_capacity_blocks
 from oasiskv.vllm.spec import OasisSpec
 
-BACKEND = "oasiskv.vllm.backend.OasisTorchBackend"
 
-
-class OasisCPUWorker(CPUWorker):
-    """vLLM's CPU worker with OasisKV's runtime beside its model runner.
+class OasisGPUWorker(Worker):
+    """vLLM's worker with OasisKV's runtime beside its model runner, on CUDA.
 
     With OASISKV_DISABLE=1 it is vLLM's, and nothing else.
 
@@ -65,12 +62,6 @@ class OasisCPUWorker(CPUWorker):
         digests = blocks * digest_bytes(config, self._models)
         check_digests(available, digests, blocks)
         return available - digests
-
-    def load_model(self, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - vLLM's own
-        """Load the model, its attention layers being ours."""
-        attention = nullcontext() if self._inert else cpu_attention(BACKEND)
-        with attention:
-            super().load_model(*args, **settings)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """One forward, after the transfers of the step before."""

@@ -1,0 +1,136 @@
+"""The CUDA attention backend: vLLM's FlashAttention over compact block tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from oasiskv.vllm.runtime import current_runtime, rows_of_step
+
+
+class OasisFlashBackend(FlashAttentionBackend):
+    """vLLM's FlashAttention, one compact block table per sparse request for all its layers."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The name under which vLLM lets a plugin register a backend."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[OasisFlashImpl]:
+        """Our attention."""
+        return OasisFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[OasisFlashBuilder]:
+        """Our metadata."""
+        return OasisFlashBuilder
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:
+        """Heads before tokens, so that a tile is contiguous."""
+        return "HND"
+
+
+@dataclass
+class OasisFlashMetadata(FlashAttentionMetadata):
+    """vLLM's, with the requests of its rows.
+
+    Args:
+        names: request id of each row; none while vLLM profiles.
+        starts: first query token of each row, and the total.
+    """
+
+    names: tuple[str, ...] = ()
+    starts: tuple[int, ...] = ()
+
+
+class OasisFlashBuilder(FlashAttentionMetadataBuilder):
+    """Replaces the block tables of sparse requests by compact ones."""
+
+    # Queries are kept by Python in each layer's forward, which a full graph would not run.
+    _cudagraph_support = AttentionCGSupport.NEVER
+    supports_update_block_table = False
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> OasisFlashMetadata:
+        """The rows of this step, in vLLM's order."""
+        common = common_attn_metadata
+        names = rows_of_step(common.num_reqs)
+        if names:
+            common = self._compact(common, names)
+        built = super().build(0, common, fast_build)
+        values = {field.name: getattr(built, field.name) for field in fields(built)}
+        starts = tuple(common.query_start_loc_cpu[: len(names) + 1].tolist())
+        return OasisFlashMetadata(**values, names=names, starts=starts)
+
+    def use_cascade_attention(self, *args: Any, **settings: Any) -> bool:  # noqa: ANN401
+        """No prefix is common to all rows: a sparse request reads a table of its own."""
+        return False
+
+    def _compact(
+        self, common: CommonAttentionMetadata, names: tuple[str, ...]
+    ) -> CommonAttentionMetadata:
+        """``common`` with the tables and lengths of sparse requests, not modified in place."""
+        runtime = current_runtime()
+        lengths = common.seq_lens[: len(names)].tolist()
+        layer = self.layer_names[0]
+        tables, kv_tokens = common.block_table_tensor.clone(), common.seq_lens.clone()
+        for row, name in enumerate(names):
+            sparse = runtime.table(layer, name, lengths[row])
+            if sparse is not None:
+                table, lengths[row] = sparse
+                tables[row, : len(table)] = table.to(tables)
+                kv_tokens[row] = lengths[row]
+        return common.replace(
+            block_table_tensor=tables, seq_lens=kv_tokens, max_seq_len=max(lengths)
+        )
+
+
+class OasisFlashImpl(FlashAttentionImpl):
+    """FlashAttention that keeps the queries that look ahead."""
+
+    def forward(
+        self,
+        layer: Any,  # noqa: ANN401 - vLLM's attention layer
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: OasisFlashMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of one layer; shapes ``[tokens, heads, head_dim]``."""
+        if attn_metadata is not None:
+            runtime = current_runtime()
+            bounds = zip(attn_metadata.starts, attn_metadata.starts[1:], strict=False)
+            for name, (start, stop) in zip(attn_metadata.names, bounds, strict=True):
+                if stop > start:
+                    runtime.before_attention(layer.layer_name, name, query[start:stop])
+        result: torch.Tensor = super().forward(
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output,
+            output_scale,
+            output_block_scale,
+        )
+        return result

@@ -1,0 +1,101 @@
+"""The plugin on CUDA, with FlashAttention: stock vLLM's output on the sparse path."""
+
+import logging
+import os
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+if torch.cuda.is_available():
+    pytest.importorskip("vllm")
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }
+    from vllm import SamplingParams
+
+    from plugin.engines import engine
+    from plugin.probe import NGRAM, probed
+
+from tiny import prompt_of
+from tiny_folder import save_tiny
+
+log = logging.getLogger(__name__)
+NEW = 24
+PROMPTS = [prompt_of(length) for length in [*range(96, 112), 7, 16, 128, 250]]
+ARGS = {
+    "dtype": "bfloat16",
+    "block_size": 16,
+    "num_gpu_blocks_override": 3000,
+    "max_model_len": 1024,
+    "max_num_seqs": 64,
+    "enable_prefix_caching": False,
+    "gpu_memory_utilization": 0.3,
+}
+NOISE = 0.1
+"""Between the log-probabilities of two bf16 kernels that sum in another order."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny", head_dim=64)
+
+
+def decode(llm, prompts):
+    """``(tokens, log-probabilities of the five best)`` of each prompt's greedy continuation."""
+    sampling = SamplingParams(
+        temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=5
+    )
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    return [(list(o.outputs[0].token_ids), o.outputs[0].logprobs) for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def stock(folder):
+    with engine(folder, **ARGS) as llm:
+        return decode(llm, PROMPTS)
+
+
+def largest_difference(ours, stock):
+    """Of log-probabilities, as long as tokens are the same; they may part at a near-tie only."""
+    largest = 0.0
+    for (tokens, logprobs), (expected, reference) in zip(ours, stock, strict=True):
+        for token, wanted, mine, theirs in zip(tokens, expected, logprobs, reference, strict=True):
+            common = mine.keys() & theirs.keys()
+            gaps = [abs(mine[key].logprob - theirs[key].logprob) for key in common]
+            largest = max(largest, *gaps)
+            if token != wanted:
+                assert abs(theirs[wanted].logprob - theirs[token].logprob) < NOISE
+                break
+    return largest
+
+
+ENGINES = {
+    "no drafts": {},
+    "last_accepted": {"speculative_config": NGRAM if torch.cuda.is_available() else None},
+    "held_back, small steps": {
+        "speculative_config": NGRAM if torch.cuda.is_available() else None,
+        "settings": {"lookahead": "held_back"},
+        "max_num_batched_tokens": 72,
+    },
+    "piecewise graphs": {"enforce_eager": False},
+}
+
+
+@pytest.mark.parametrize("args", ENGINES.values(), ids=ENGINES.keys())
+def test_forced_refetch_gives_stock_vllms_output(folder, stock, args):
+    with probed(folder, **(ARGS | args)) as probe:
+        ours = decode(probe.llm, PROMPTS)
+        difference = largest_difference(ours, stock)
+        same = sum(mine[0] == theirs[0] for mine, theirs in zip(ours, stock, strict=True))
+        log.info("largest difference %.4f, %d of %d the same to the end", difference, same, len(ours))
+        assert difference < NOISE
+        assert len(probe.sparse) == len(PROMPTS)
+        assert probe.refetch.fetched_bytes > 0
+        probe.assert_all_back()
