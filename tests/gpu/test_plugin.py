@@ -12,10 +12,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("vllm")
 
-from vllm import SamplingParams  # noqa: E402
+from vllm import SamplingParams
 
-from plugin.engines import engine  # noqa: E402
-from plugin.probe import NGRAM, probed  # noqa: E402
+from plugin.engines import engine
+from plugin.probe import NGRAM, probed
 
 pytestmark = pytest.mark.gpu
 log = logging.getLogger(__name__)
