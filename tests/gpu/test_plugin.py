@@ -34,6 +34,11 @@ NOISE = 0.1
 """Between the log-probabilities of two bf16 kernels that sum in another order."""
 
 
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Not here: vLLM compiles, and the compiler's tuning refuses deterministic algorithms."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model") / "tiny", head_dim=64)

@@ -35,7 +35,7 @@ class PagedKV:
         self._caches = caches
         self._sink_blocks = sink_blocks
         self._block_ids = block_ids
-        self.slots = torch.empty(0, dtype=torch.int64)
+        self.slots = self._ids(())
         self.window_start = 0
         self.num_sinks = 0
         self.sparse = False
@@ -48,9 +48,13 @@ class PagedKV:
             blocks += self.num_sinks + len(self.slots) - self.window_start
         return blocks * self._geometry.block_bytes
 
+    def take_slots(self, slots: Sequence[int]) -> None:
+        """The scheduler has handed out slots, blocks of its pool."""
+        self.slots = self._ids(slots)
+
     def tiles(self, first: int, end: int) -> torch.Tensor:
         """A copy of blocks ``first..end-1``, which are dense or in the window."""
-        ids = torch.tensor(self._block_ids()[first:end], dtype=torch.int64)
+        ids = self._ids(self._block_ids()[first:end])
         return torch.stack([cache[ids] for cache in self._caches], dim=1)
 
     def layer(self, layer: int) -> torch.Tensor:
@@ -63,7 +67,7 @@ class PagedKV:
 
     def go_sparse(self, chosen: torch.Tensor, num_sinks: int, start: int, end: int) -> None:
         """The transition: fill the first slots; the scheduler gives back what is not kept."""
-        ids = torch.tensor(self._block_ids(), dtype=torch.int64)
+        ids = self._ids(self._block_ids())
         for cache, blocks in zip(self._caches, chosen, strict=True):
             slots = self.slots[: blocks.shape[-1]].expand_as(blocks)
             gather_tiles(cache, ids[blocks], cache, slots)
@@ -93,7 +97,7 @@ class PagedKV:
         Returns:
             ``(block_table, kv_tokens)``.
         """
-        ids = torch.tensor(self._block_ids(), dtype=torch.int64)
+        ids = self._ids(self._block_ids())
         end = self._geometry.blocks_for(tokens)
         parts = (ids[: self.num_sinks], self.slots[:filled], ids[self.window_start : end])
         gone = self.window_start - self.num_sinks - filled
@@ -110,3 +114,7 @@ class PagedKV:
     def drop(self) -> None:
         """The scheduler has the blocks back already."""
         self.slots = self.slots[:0]
+
+    def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Blocks as int64, where the KV tensors are."""
+        return torch.tensor(blocks, dtype=torch.int64, device=self._caches[0].device)

@@ -103,7 +103,7 @@ class Runtime:
                 request.assigned.extend(news.store_blocks)
                 request.begin_step()
                 if news.slots:
-                    request.kv.slots = torch.tensor(news.slots, dtype=torch.int64)
+                    request.kv.take_slots(news.slots)
             model.settle(list(message.requests))
         if self.before_step is not None:
             self.before_step(self)
