@@ -17,12 +17,16 @@ class OasisSpec(FullAttentionSpec):
     Args:
         sink_blocks: blocks of the sink.
         hot_blocks: S, slots of a sparse request, blocks of vLLM's pool that are its own.
+        window_blocks: closed blocks of the window.
         threshold_tokens: context length past which a request goes sparse.
+        mode: ``always``, or ``under_pressure``: only while the pool is short of blocks.
     """
 
     sink_blocks: int
     hot_blocks: int
+    window_blocks: int
     threshold_tokens: int
+    mode: str
 
     @classmethod
     def of(cls, spec: FullAttentionSpec, config: OasisConfig) -> Self:
@@ -32,7 +36,9 @@ class OasisSpec(FullAttentionSpec):
             **{field.name: getattr(spec, field.name) for field in fields(spec)},
             sink_blocks=config.sink_blocks,
             hot_blocks=config.hot_blocks,
+            window_blocks=config.window_blocks,
             threshold_tokens=config.resolved_threshold_tokens,
+            mode=config.mode,
         )
 
     @classmethod

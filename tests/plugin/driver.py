@@ -1,0 +1,56 @@
+"""Adds, steps and aborts requests of a running engine, and checks what they leave."""
+
+from vllm import SamplingParams
+
+from plugin.engines import greedy
+from plugin.probe import is_greedy
+
+
+class Driver:
+    """Adds, steps and aborts.
+
+    Attributes:
+        done: request id -> its tokens.
+        requests: request id -> vLLM's request.
+    """
+
+    def __init__(self, probe):
+        self.probe = probe
+        self.engine = probe.llm.llm_engine
+        self.prompts, self.done, self.requests = {}, {}, {}
+
+    def add(self, name, prompt, new):
+        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        self.prompts[name] = prompt
+        known = set(self.probe.scheduler.requests)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        [internal] = set(self.probe.scheduler.requests) - known
+        self.requests[name] = self.probe.scheduler.requests[internal]
+
+    def step(self, count=1):
+        for _ in range(count):
+            for output in self.engine.step():
+                if output.finished:
+                    self.done[output.request_id] = list(output.outputs[0].token_ids)
+
+    def abort(self, name):
+        self.engine.abort_request([name])
+
+    def finish(self, most=5000):
+        for _ in range(most):
+            if not self.engine.has_unfinished_requests():
+                return
+            self.step()
+        raise AssertionError(f"requests left after {most} steps: {self.probe.scheduler.requests}")
+
+    def preemptions(self):
+        return [request.num_preemptions for request in self.requests.values()]
+
+    def assert_right_and_all_back(self, model):
+        for name, tokens in self.done.items():
+            assert len(tokens) == self.requests[name].max_tokens
+            assert is_greedy(model, self.prompts[name], tokens), name
+        # Workers hear of the last ends with the next step; one token closes no block.
+        greedy(self.probe.llm, [[1]], 1)
+        self.probe.assert_all_back()
+        assert not self.probe.runtime.tiering.digests.rows_used
