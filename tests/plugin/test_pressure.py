@@ -108,6 +108,8 @@ def probe(request, tiny_folder, model):
         refetch=False,
         num_gpu_blocks_override=POOL + 1,
         enable_prefix_caching=False,
+        max_num_batched_tokens=4096,
+        max_num_seqs=16,
         **args,
     ) as probe:
         yield probe
@@ -134,6 +136,22 @@ def test_the_longest_go_sparse_as_the_pool_fills(probe, model, tiny_folder):
         assert tokens >= max(others)
     # It was about to run out, and no sooner.
     assert probe.in_use > POOL - HOT - 10
+    driver.assert_right(tiny_folder, model)
+    driver.assert_all_back()
+
+
+@pytest.mark.parametrize(("prompt", "count", "free"), [(176, 8, 18), (129, 10, 23)])
+def test_a_full_pool_of_requests_that_grow_together(probe, model, tiny_folder, prompt, count, free):
+    """They need a block each in the same steps: at once, and when they pass the threshold."""
+    driver = Watch(probe)
+    driver.add("tiny", [1], 15)
+    for index in range(count):
+        driver.add(str(index), prompt_of(prompt, seed=index), 40)
+    driver.step()
+    assert POOL - probe.used == free
+    driver.finish()
+    assert len(driver.sparse) > 3
+    assert driver.preemptions() == [0] * (1 + count)
     driver.assert_right(tiny_folder, model)
     driver.assert_all_back()
 
