@@ -41,7 +41,10 @@ REFUSED = [
     ({"draft_tokens": 65}, "draft_tokens=65 is not legal: it must be less than or equal to 64"),
     ({"prefill_tokens": 0}, "prefill_tokens=0 is not legal: it must be greater than or equal to 1"),
     ({"transfer_timeout_s": 0}, "transfer_timeout_s=0 is not legal: it must be greater than 0"),
-    ({"mode": "auto"}, "mode='auto' is not legal: it must be 'always' or 'dense'"),
+    (
+        {"mode": "auto"},
+        "mode='auto' is not legal: it must be 'always', 'under_pressure' or 'dense'",
+    ),
     ({"digest": "mean"}, "digest='mean' is not legal: it must be 'minmax' or 'keys4'"),
     (
         {"lookahead": "next"},

@@ -28,6 +28,7 @@ def test_every_setting_has_a_row_with_a_description():
 def test_types_bounds_and_choices():
     assert "| float | `2.0` | >= 1 |" in row("hysteresis")
     assert "| float or None | `0.1` | > 0, <= 1 |" in row("cap_fraction")
+    assert "| choice | `always` | `always`, `under_pressure`, `dense` |" in row("mode")
     assert "| choice | `keys4` | `minmax`, `keys4` |" in row("digest")
     lookahead = "| choice | `held_back` | `held_back`, `last_accepted`, `paper` |"
     assert lookahead in row("lookahead")

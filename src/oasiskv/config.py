@@ -25,8 +25,10 @@ class OasisConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    mode: Literal["always", "dense"] = Field(
-        "always", description="always: go sparse past the threshold; dense: never (the anchor)"
+    mode: Literal["always", "under_pressure", "dense"] = Field(
+        "always",
+        description="always: go sparse past the threshold; under_pressure (vLLM only): past it and "
+        "only while the fast tier is short of blocks; dense (reference engine only): never",
     )
     budget_tokens: int = Field(2048, description="K: tokens wanted per step, layer and KV head")
     hot_tokens: int = Field(3072, description="S: tokens the hot set holds per layer and KV head")

@@ -15,8 +15,9 @@ HEAD = f"""# Settings
 
 All of `OasisConfig`. Unknown settings are refused. `sink_tokens` (0 or more), `window_tokens`,
 `budget_tokens` and `hot_tokens` (at least the budget) are multiples of the block, {BLOCK_TOKENS}
-tokens. The reference engine takes them all; the [vLLM plugin](vllm.md) needs `host_gib` and does
-not take `mode`, `draft_tokens` and `prefill_tokens`, for which vLLM has settings of its own.
+tokens. The reference engine takes them all but `mode` `under_pressure`. The [vLLM plugin](vllm.md)
+needs `host_gib` and does not take `mode` `dense`, `draft_tokens` and `prefill_tokens`, for which
+vLLM has settings of its own.
 
 | setting | type | default | legal | what it is |
 | --- | --- | --- | --- | --- |

@@ -5,7 +5,7 @@ import pytest
 from oasiskv.config import OasisConfig
 from oasiskv.core.pipeline import Stage
 from oasiskv.drafts.ngram import NgramDrafts
-from oasiskv.errors import PromptError, StoreFullError, TransferError
+from oasiskv.errors import ConfigError, PromptError, StoreFullError, TransferError
 from oasiskv.hf import Engine
 from oasiskv.hf.request import Phase
 from oasiskv.stores.host import HostStore
@@ -195,6 +195,12 @@ def test_generation_ends_at_the_longest_sequence_of_the_model():
     for output in engine.stream():
         assert output.error is None
     assert len(engine.requests["long"].tokens) == 2048
+
+
+def test_mode_under_pressure_is_refused():
+    config = CONFIG.model_copy(update={"mode": "under_pressure"})
+    with pytest.raises(ConfigError, match=r"^mode=under_pressure .* 'always' or 'dense'$"):
+        Engine(tiny_llama(), config)
 
 
 def test_an_id_in_use_is_refused():

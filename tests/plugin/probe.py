@@ -68,6 +68,7 @@ class Probe:
 
     def __call__(self, runtime):
         self.steps += 1
+        self.assert_counted()
         self.in_use = max(self.in_use, self.used)
         for name, blocks in list(self.manager.req_to_blocks.items()):
             nulls = sum(block.is_null for block in blocks)
@@ -96,12 +97,35 @@ class Probe:
         """Blocks of the pool that are not free, the null block apart."""
         return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
 
+    def assert_counted(self):
+        """What the scheduler side keeps count of is what a walk over all requests finds."""
+        state, tables = self.state, self.manager.req_to_blocks
+        assert state.admitted == {name: state.requests[name] for name in tables}
+        assert state.promised == sum(request.promised for request in state.requests.values())
+        assert state.may_go_sparse == {
+            name: request
+            for name, request in state.requests.items()
+            if request.promised
+            and not request.hot
+            and request.most_tokens > self.manager._past_tokens
+        }
+        sparse = {r.request_id for r in self.runtime.target.running if r.residents is not None}
+        assert state.in_transition == {
+            name: request
+            for name, request in state.requests.items()
+            if request.hot and name not in sparse
+        }
+        # Of this step's schedule, which has given back what was due.
+        assert not state.moved
+
     def assert_all_back(self):
         """Nothing is left of ended requests: blocks, slots, store blocks, digests, worker state."""
         assert self.used == 0
         assert all(not block.ref_cnt for block in self.pool.blocks if not block.is_null)
         assert not self.manager.req_to_blocks
         assert not self.state.requests
+        self.assert_counted()
+        assert self.state.promised == 0
         assert self.state.store.free_blocks == self.state.store.capacity_blocks
         # Workers hear of the last ends with the next step.
         for model in self.runtime.models:

@@ -40,7 +40,10 @@ def logged():
     ("settings", "words"),
     [
         ({}, ["host_gib is not set"]),
-        ({"host_gib": 1, "mode": "dense"}, ["mode=dense", "OASISKV_DISABLE=1"]),
+        (
+            {"host_gib": 1, "mode": "dense"},
+            ["mode=dense", "'always' or 'under_pressure'", "OASISKV_DISABLE=1"],
+        ),
         ({"host_gib": 1, "draft_tokens": 2}, ["draft_tokens=2", "num_speculative_tokens"]),
         ({"host_gib": 1, "prefill_tokens": 64}, ["prefill_tokens=64", "max_num_batched_tokens"]),
         ({"host_gib": 1, "hot": 64}, ["unknown setting hot=64", "hot_tokens"]),
@@ -66,7 +69,7 @@ def test_start_is_logged_once_and_max_tokens_beyond_max_model_len_is_served(tiny
     with engine(tiny_folder, **args) as llm:
         levels, (settings, plan) = zip(*logged, strict=True)
         assert levels == ("INFO", "INFO")
-        assert re.match(r"OasisKV \S+ on vLLM 0\.28\.0: budget_tokens=64 hot_tokens=128 ", settings)
+        assert re.match(r"OasisKV \S+ on vLLM 0\.28\.0: mode=always budget_tokens=64 ", settings)
         assert "threshold_tokens=64 " in settings
         assert "host_gib=0.00027" in settings
         # (256 - 1) / 16 dense; one in prefill takes 1 + 16 + 8 blocks, the others 1 + 8 + 1 + 2

@@ -13,7 +13,7 @@ from oasiskv.core.tiering import LATEST_QUERIES, Tiering
 from oasiskv.drafts.base import DraftSource, NoDrafts
 from oasiskv.drafts.lookahead import LookaheadMode, lookahead_row, split_drafts
 from oasiskv.drafts.verify import Sampling, verify
-from oasiskv.errors import OasisError, PromptError, StoreFullError, TransferError
+from oasiskv.errors import ConfigError, OasisError, PromptError, StoreFullError, TransferError
 from oasiskv.hf.admission import check_prompt, check_store, make_request
 from oasiskv.hf.batch import Segment, StepBatch
 from oasiskv.hf.loading import LoadedModel
@@ -94,6 +94,11 @@ class Engine:
         self.observer: Callable[[StepRecord], None] | None = None
         self.step_number = 0
         self.tiering: Tiering | None = None
+        if config.mode == "under_pressure":
+            raise ConfigError(
+                "mode=under_pressure is not legal in the reference engine: it must be 'always' or "
+                "'dense'"
+            )
         if config.mode != "dense":
             if store is None:
                 if config.host_gib is None:

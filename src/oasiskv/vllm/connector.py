@@ -79,6 +79,10 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._state = state_of(gpu_block_pool)
         self._state.store = BlockAllocator(self._plan.store_blocks, self._plan.block_bytes)
+        speculative = self._vllm.speculative_config
+        drafts = speculative.num_speculative_tokens if speculative is not None else 0
+        self._state.decode_tokens = 1 + drafts
+        self._state.batch_tokens = self._vllm.scheduler_config.max_num_batched_tokens
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived."""
@@ -116,10 +120,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         ack = connector_output.kv_connector_worker_meta
         if isinstance(ack, OasisAck):
             for name, start in ack.window_start.items():
-                state = self._state.requests.get(name)
-                # A request that was preempted in the meantime starts anew.
-                if state is not None and state.hot_sent:
-                    state.window_start = start
+                self._state.acknowledge(name, start)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -13,7 +13,7 @@ logger = logging.getLogger("vllm.oasiskv")
 
 def log_start(config: OasisConfig, plan: MemoryPlan) -> None:
     """Say once what the engine runs with: every setting, and the memory plan."""
-    settings = config.model_dump(mode="json", exclude={"mode", "draft_tokens", "prefill_tokens"})
+    settings = config.model_dump(mode="json", exclude={"draft_tokens", "prefill_tokens"})
     settings["threshold_tokens"] = config.resolved_threshold_tokens
     text = " ".join(f"{name}={value}" for name, value in settings.items())
     logger.info("OasisKV %s on vLLM %s: %s", __version__, installed_version(), text)

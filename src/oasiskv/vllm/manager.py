@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from oasiskv.vllm.pressure import Pressure
 from oasiskv.vllm.scheduling import ScheduledRequest, state_of
 
 if TYPE_CHECKING:
@@ -18,13 +19,19 @@ class OasisManager(FullAttentionManager):
 
     Slots are private, unhashed blocks outside the request's block table. A standing reserve of S
     blocks is kept free while a dense request may still pass the threshold, so that a full pool
-    does not block the transition that would relieve it.
+    does not block the transition that would relieve it. In mode ``under_pressure`` ``Pressure``
+    says who takes slots, and what else is kept free.
     """
 
     def __init__(self, kv_cache_spec: OasisSpec, **settings: Any) -> None:  # noqa: ANN401
         super().__init__(kv_cache_spec, **settings)
         self._spec = kv_cache_spec
         self._state = state_of(self.block_pool)
+        self._pressure: Pressure | None = None
+        self._past_tokens = self._spec.threshold_tokens
+        if self._spec.mode == "under_pressure":
+            self._pressure = Pressure(self._spec, self.block_pool, self._state, self.req_to_blocks)
+            self._past_tokens = self._pressure.past_tokens
 
     def new_step_starts(self) -> None:
         """Give back the blocks between sink and window that all workers acknowledged.
@@ -33,8 +40,11 @@ class OasisManager(FullAttentionManager):
         that another, scheduled after it, no longer needs.
         """
         super().new_step_starts()
-        for name, state in self._state.requests.items():
+        for name, state in self._state.moved.items():
             self._remove_blocks_in_range(name, self._spec.sink_blocks, state.window_start)
+        self._state.moved.clear()
+        if self._pressure is not None:
+            self._pressure.start_step()
 
     def get_num_blocks_to_allocate(
         self,
@@ -50,9 +60,11 @@ class OasisManager(FullAttentionManager):
             return needed
         if not self._store_has_room(state):
             return int(self.block_pool.num_gpu_blocks) + 1
+        if self._pressure is not None:
+            return needed + self._pressure.kept_free(state, num_tokens, needed)
         # Requests that wait cannot reach the threshold, and no running one is preempted for them.
-        others = (r for r in self._state.requests.values() if r.promised and r is not state)
-        reserve = self._spec.hot_blocks if any(map(self._may_go_sparse, others)) else 0
+        others = len(self._state.may_go_sparse) - (request_id in self._state.may_go_sparse)
+        reserve = self._spec.hot_blocks if others else 0
         if self._takes_slots(state, num_tokens):
             # One that is taken in leaves the reserve alone, or it would soon be preempted for it.
             return needed + self._spec.hot_blocks + (0 if state.promised else reserve)
@@ -69,9 +81,13 @@ class OasisManager(FullAttentionManager):
         )
         state = self._state.requests.get(request_id)
         if state is not None:
-            state.promised = self._store_blocks_of(state)
+            if self._pressure is not None:
+                self._pressure.allocated(state, num_tokens, len(blocks))
+            if request_id not in self._state.admitted:
+                self._state.admit(request_id, self._store_blocks_of(state), self._past_tokens)
             if self._takes_slots(state, num_tokens):
-                state.hot = self.block_pool.get_new_blocks(self._spec.hot_blocks)
+                slots = self.block_pool.get_new_blocks(self._spec.hot_blocks)
+                self._state.take_slots(request_id, slots)
         return blocks
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
@@ -89,11 +105,13 @@ class OasisManager(FullAttentionManager):
         return 0
 
     def _takes_slots(self, state: ScheduledRequest, num_tokens: int) -> bool:
+        if self._pressure is not None:
+            return self._pressure.takes_slots(state)
         past = max(num_tokens, state.request.num_tokens) > self._spec.threshold_tokens
         return past and not state.hot
 
     def _may_go_sparse(self, state: ScheduledRequest) -> bool:
-        return not state.hot and state.most_tokens > self._spec.threshold_tokens
+        return not state.hot and state.most_tokens > self._past_tokens
 
     def _store_has_room(self, state: ScheduledRequest) -> bool:
         """A request that waits needs all the store blocks it may ever fill."""

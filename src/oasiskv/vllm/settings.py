@@ -51,10 +51,10 @@ def check_settings(config: OasisConfig) -> None:
     """
     if config.host_gib is None:
         raise ConfigError("host_gib is not set: give the size of the host store, GiB")
-    if config.mode != "always":
+    if config.mode == "dense":
         raise ConfigError(
-            f"mode={config.mode} is not legal in vLLM: leave it out, or set {DISABLE}=1 to run "
-            "without OasisKV"
+            "mode=dense is not legal in vLLM: it must be 'always' or 'under_pressure'; set "
+            f"{DISABLE}=1 to run without OasisKV"
         )
     for name, instead in VLLM_HAS.items():
         if name in config.model_fields_set:

@@ -20,17 +20,21 @@ class OasisSpec(FullAttentionSpec):
     Args:
         sink_blocks: blocks of the sink.
         hot_blocks: S, slots of a sparse request, blocks of vLLM's pool that are its own.
+        window_blocks: closed blocks of the window.
         threshold_tokens: context length past which a request goes sparse.
         block_bytes: bytes of one block, over all layers that may go sparse, the draft's included.
             A spec is of one layer, and of all that the scheduler sees it is the only one.
         digest_bytes: bytes of one block's digest, over the same layers.
+        mode: ``always``, or ``under_pressure``: only while the pool is short of blocks.
     """
 
     sink_blocks: int
     hot_blocks: int
+    window_blocks: int
     threshold_tokens: int
     block_bytes: int
     digest_bytes: int
+    mode: str
 
     @classmethod
     def of(
@@ -42,9 +46,11 @@ class OasisSpec(FullAttentionSpec):
             **{field.name: getattr(spec, field.name) for field in fields(spec)},
             sink_blocks=config.sink_blocks,
             hot_blocks=config.hot_blocks,
+            window_blocks=config.window_blocks,
             threshold_tokens=config.resolved_threshold_tokens,
             block_bytes=block_bytes(models),
             digest_bytes=digest_bytes(config, models),
+            mode=config.mode,
         )
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
