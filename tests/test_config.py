@@ -162,6 +162,7 @@ def test_a_changed_copy_leaves_the_original_alone():
     changed = config.model_copy(update={"hot_tokens": 64})
     assert (changed.budget_tokens, changed.hot_tokens) == (32, 64)
     assert config.hot_tokens == 48
+    assert changed.model_fields_set == {"budget_tokens", "hot_tokens"}
 
 
 @pytest.mark.parametrize("update", [{"hot_tokens": 16}, {"budget_tokens": 40}, {"hot": 64}])

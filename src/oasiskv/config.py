@@ -85,8 +85,11 @@ class OasisConfig(BaseModel):
             raise ConfigError(_describe(error)) from None
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with some settings changed, validated like a new one (pydantic's is not)."""
-        return type(self)(**{**self.model_dump(), **(update or {})})
+        """A copy with some settings changed, validated like a new one (pydantic's is not).
+
+        What was left to its default still counts as left out.
+        """
+        return type(self)(**{**self.model_dump(exclude_unset=True), **(update or {})})
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "OasisConfig":
