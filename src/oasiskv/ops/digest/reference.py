@@ -99,9 +99,7 @@ def dequantize_keys4(digest: Keys4) -> Tensor:
     return codes * scale + zero
 
 
-def write_minmax(
-    cache: Tensor, source_index: Tensor, digests: Tensor, dest_index: Tensor
-) -> None:
+def write_minmax(cache: Tensor, source_index: Tensor, digests: Tensor, dest_index: Tensor) -> None:
     """``build_minmax`` of blocks of one layer, into rows of a digest pool, in place.
 
     Args:
@@ -116,9 +114,7 @@ def write_minmax(
     digests[dest_index[used]] = build_minmax(cache[source_index[used]])
 
 
-def write_keys4(
-    cache: Tensor, source_index: Tensor, digests: Keys4, dest_index: Tensor
-) -> None:
+def write_keys4(cache: Tensor, source_index: Tensor, digests: Keys4, dest_index: Tensor) -> None:
     """``build_keys4`` of blocks of one layer, into rows of a digest pool, in place.
 
     Args:

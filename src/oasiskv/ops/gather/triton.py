@@ -55,7 +55,9 @@ def gather_rows(
     device = source_index.device
     pairs = num_rows * num_heads * width
     moved = torch.empty((), dtype=torch.int64, device=device)
-    work = torch.empty((programs, triton.cdiv(pairs, programs), 2), dtype=torch.int64, device=device)
+    work = torch.empty(
+        (programs, triton.cdiv(pairs, programs), 2), dtype=torch.int64, device=device
+    )
     _gather_kernel[(programs,)](
         _pointer(source, device), source_index, _pointer(dest, device), dest_index,
         source_blocks, dest_blocks, work, moved,
@@ -66,7 +68,8 @@ def gather_rows(
         0 if dest_blocks is None else dest_blocks.stride(0),
         HEADS=max(num_heads, 1), WIDTH=max(width, 1),
         WORDS=source.shape[2], WORDS_PADDED=triton.next_power_of_2(source.shape[2]),
-        ALIGNED=_alignment(source, dest), TILES=_TILES_AT_ONCE, PAIRS=min(_PAIRS_AT_ONCE, triton.next_power_of_2(max(pairs, 1))),
+        ALIGNED=_alignment(source, dest), TILES=_TILES_AT_ONCE,
+        PAIRS=min(_PAIRS_AT_ONCE, triton.next_power_of_2(max(pairs, 1))),
         num_warps=4,
     )  # fmt: skip
     return moved
@@ -142,7 +145,7 @@ def _gather_kernel(
     for start in range(0, pairs, PAIRS):
         pair = start + tl.arange(0, PAIRS)
         place = pair % WIDTH
-        head = pair // WIDTH % HEADS
+        head = (pair // WIDTH % HEADS).to(tl.int64)
         row = (pair // (WIDTH * HEADS)).to(tl.int64)
         known = pair < pairs
         at = row * source_index_row + head * source_index_head + place * source_index_place

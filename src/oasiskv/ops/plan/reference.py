@@ -75,8 +75,7 @@ def make_plan(
     Raises:
         ValueError: ``budget`` or ``cap`` is negative, or a candidate's score is NaN.
     """
-    if budget < 0 or (cap is not None and cap < 0):
-        raise ValueError(f"budget and cap must not be negative; found {budget} and {cap} blocks")
+    _check_limits(budget, cap)
     num_blocks, num_slots = scores.shape[2], resident.shape[2]
     allowed = candidates[:, None, :].expand_as(scores)
     nan = int((scores.isnan() & allowed).sum())
@@ -178,6 +177,7 @@ def plan_rows(
     Raises:
         ValueError: ``budget`` or ``cap`` is negative.
     """
+    _check_limits(budget, cap)
     num_rows, num_heads, num_blocks = scores.shape
     width = min(budget, resident.shape[2]) if cap is None else cap
     block = torch.arange(num_blocks, device=scores.device)
@@ -200,14 +200,19 @@ def plan_rows(
             step=int(step),
         )
         wanted[row], misses[row] = plan.wanted[0], plan.misses[0]
-        pairs = plan.sources.shape[-1]
-        sources[row, :, :pairs], victims[row, :, :pairs] = plan.sources[0], plan.victims[0]
+        cut = plan.sources.shape[-1]
+        sources[row, :, :cut], victims[row, :, :cut] = plan.sources[0], plan.victims[0]
         last_wanted[row, :, :used] = plan.last_wanted[0].to(last_wanted.dtype)
     if commit:
-        row, head, pair = (victims >= 0).nonzero(as_tuple=True)
-        fetched = sources[row, head, pair].to(resident.dtype)
-        resident[row, head, victims[row, head, pair]] = fetched
+        rows, heads, pairs = (victims >= 0).nonzero(as_tuple=True)
+        fetched = sources[rows, heads, pairs].to(resident.dtype)
+        resident[rows, heads, victims[rows, heads, pairs]] = fetched
     return RowsPlan(wanted, sources, victims, misses)
+
+
+def _check_limits(budget: int, cap: int | None) -> None:
+    if budget < 0 or (cap is not None and cap < 0):
+        raise ValueError(f"budget and cap must not be negative; found {budget} and {cap} blocks")
 
 
 def _mark(indices: Tensor, size: int) -> Tensor:

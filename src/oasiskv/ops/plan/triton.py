@@ -82,7 +82,7 @@ def _key_of(score):
 
 
 @triton.jit
-def _write_keys(scores, keys, lower, upper, BLOCKS: tl.constexpr):  # noqa: N803
+def _write_keys(scores, keys, lower, upper, BLOCKS: tl.constexpr):
     """Keys of the candidates, nothing resident yet; returns how many scores were NaN."""
     bad = tl.zeros([BLOCKS], tl.int32)
     for start in range(lower // BLOCKS * BLOCKS, upper, BLOCKS):
@@ -95,7 +95,7 @@ def _write_keys(scores, keys, lower, upper, BLOCKS: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def _load_keys(keys, start, lower, upper, BLOCKS: tl.constexpr):  # noqa: N803
+def _load_keys(keys, start, lower, upper, BLOCKS: tl.constexpr):
     """``(blocks, keys with their sign bit)`` of a tile; keys are 0 outside the candidates."""
     block = start + tl.arange(0, BLOCKS)
     candidate = (block >= lower) & (block < upper)
@@ -103,7 +103,7 @@ def _load_keys(keys, start, lower, upper, BLOCKS: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def _threshold(keys, lower, upper, budget, BLOCKS: tl.constexpr, WHOLE: tl.constexpr):  # noqa: N803
+def _threshold(keys, lower, upper, budget, BLOCKS: tl.constexpr, WHOLE: tl.constexpr):
     """``(key of the budget-th best candidate or 1, how many are better)``."""
     lowest_tile = lower // BLOCKS * BLOCKS
     _, row = _load_keys(keys, lowest_tile, lower, upper, BLOCKS)
@@ -128,7 +128,7 @@ def _threshold(keys, lower, upper, budget, BLOCKS: tl.constexpr, WHOLE: tl.const
 
 
 @triton.jit
-def _write_wanted(keys, wanted, lower, upper, threshold, ties, BLOCKS: tl.constexpr):  # noqa: N803
+def _write_wanted(keys, wanted, lower, upper, threshold, ties, BLOCKS: tl.constexpr):
     """Wanted blocks in order; returns ``(how many, last block taken of those at threshold)``."""
     count = lower * 0
     equal = lower * 0

@@ -134,12 +134,12 @@ def _math_dtype(digests: Tensor) -> tl.dtype:
 
 
 @triton.jit
-def _dot(digest, weight, MATH: tl.constexpr):  # noqa: N803
+def _dot(digest, weight, MATH: tl.constexpr):
     """``digest @ weight`` for a weight in float32, as two terms of ``MATH`` if that is shorter."""
     digest = digest.to(MATH)
     main = weight.to(MATH)
     out = tl.dot(digest, main, input_precision="ieee")
-    if MATH != tl.float32:
+    if tl.float32 != MATH:
         out = tl.dot(digest, (weight - main.to(tl.float32)).to(MATH), out)
     return out
 
