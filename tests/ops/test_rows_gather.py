@@ -149,9 +149,10 @@ def test_no_pairs(backend):
 
 @both
 def test_offsets_past_two_to_the_31_elements(backend, monkeypatch):
-    source = far_view((4, 2, 4, 6), 2**30, torch.uint8, monkeypatch)
-    dest = far_view((3, 2, 4, 6), 2**30 + 512, torch.uint8, monkeypatch)
-    source[3] = torch.arange(48, dtype=torch.uint8, device=DEVICE).reshape(2, 4, 6)
+    """With tiles of an odd number of bytes, which cannot be counted in larger words."""
+    source = far_view((4, 2, 5, 5), 2**30, torch.uint8, monkeypatch)
+    dest = far_view((3, 2, 5, 5), 2**30 + 512, torch.uint8, monkeypatch)
+    source[3] = torch.arange(50, dtype=torch.uint8, device=DEVICE).reshape(2, 5, 5)
     dest[1:] = 0
     take = torch.tensor([[[3], [3]]], device=DEVICE)
     put = torch.tensor([[[2], [1]]], device=DEVICE)

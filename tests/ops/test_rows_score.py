@@ -44,8 +44,8 @@ class Case:
         self.first, self.end = torch.tensor(FIRST), torch.tensor(END)
         index = torch.arange(BLOCKS)
         self.candidates = (index >= self.first[:, None]) & (index < self.end[:, None])
-        # What is no candidate points to rows that nobody wrote.
-        self.blocks.masked_fill_(~self.candidates, 3)
+        # What is no candidate points far outside the pool.
+        self.blocks.masked_fill_(~self.candidates, 2**30)
         self.scale = self.dim**-0.5
         self.minmax = build_minmax(self.tiles)
         self.keys4 = build_keys4(self.tiles)

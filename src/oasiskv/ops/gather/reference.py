@@ -66,8 +66,8 @@ def gather_rows(
             request.
 
     Returns:
-        Tiles moved, int64 with no dimension, on the device of ``dest``. When it returns, the copy
-        is done or ordered on the current stream of ``dest``.
+        Tiles moved, int64 with no dimension, on the device of the indices. When it returns, the
+        copy is done or ordered on the current stream of that device.
 
     Raises:
         ValueError: dtype or tile shape of ``dest`` and ``source`` differ.
@@ -82,7 +82,7 @@ def gather_rows(
         dest,
         dests.transpose(0, 1).reshape(num_heads, -1),
     )
-    return used.sum().to(dest.device)
+    return used.sum()
 
 
 def _blocks_of(index: Tensor, blocks: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 # several times what the link holds between request and answer.
 _TILES_AT_ONCE = 2
 _PAIRS_AT_ONCE = 1024
+_WARPS = 4
 
 
 def gather_rows(
@@ -70,7 +71,7 @@ def gather_rows(
         WORDS=source.shape[2], WORDS_PADDED=triton.next_power_of_2(source.shape[2]),
         ALIGNED=_alignment(source, dest), TILES=_TILES_AT_ONCE,
         PAIRS=min(_PAIRS_AT_ONCE, triton.next_power_of_2(max(pairs, 1))),
-        num_warps=4,
+        num_warps=_WARPS,
     )  # fmt: skip
     return moved
 

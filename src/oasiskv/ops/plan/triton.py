@@ -10,6 +10,7 @@ from oasiskv.ops.plan.reference import RowsPlan
 # Up to this many blocks a row stays in registers; longer rows are read again for each bit.
 _MOST_BLOCKS_IN_REGISTERS = 4096
 _TILE_BLOCKS = 2048
+_WARPS = 4
 
 
 def plan_rows(
@@ -50,19 +51,23 @@ def plan_rows(
     victims = torch.empty_like(sources)
     misses = torch.empty(shape, dtype=torch.int64, device=device)
     keys = torch.empty((*shape, num_blocks), dtype=torch.int32, device=device)
-    blocks = triton.next_power_of_2(max(num_blocks, 1))
+    blocks = _padded(num_blocks)
     whole = blocks <= _MOST_BLOCKS_IN_REGISTERS
     _plan_kernel[shape[::-1]](
         scores, first, end, resident, last_wanted, slots, step, nan_scores,
         keys, wanted, sources, victims, misses,
-        num_blocks, num_slots, float(hysteresis),
-        BUDGET=budget, BUDGET_PADDED=triton.next_power_of_2(max(budget, 1)),
-        WIDTH=width, WIDTH_PADDED=triton.next_power_of_2(max(width, 1)),
-        SLOTS_PADDED=triton.next_power_of_2(max(num_slots, 1)),
+        num_blocks, num_slots, budget, width, float(hysteresis),
+        BUDGET_PADDED=_padded(budget), WIDTH_PADDED=_padded(width),
+        SLOTS_PADDED=_padded(num_slots),
         BLOCKS=blocks if whole else _TILE_BLOCKS, WHOLE=whole, COMMIT=commit,
-        num_warps=4,
+        num_warps=_WARPS,
     )  # fmt: skip
     return RowsPlan(wanted, sources, victims, misses)
+
+
+def _padded(size: int) -> int:
+    """A power of 2 that is enough; not below 64, so that small sizes share a compiled kernel."""
+    return max(64, int(triton.next_power_of_2(size)))
 
 
 def _check_contiguous(**tensors: Tensor) -> None:
@@ -151,10 +156,9 @@ def _write_wanted(keys, wanted, lower, upper, threshold, ties, BLOCKS: tl.conste
 def _plan_kernel(
     scores, first, end, resident, last_wanted, slots, step, nan_scores,
     keys, wanted, sources, victims, misses,
-    num_blocks, num_slots, hysteresis,
-    BUDGET: tl.constexpr, BUDGET_PADDED: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,
-    SLOTS_PADDED: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COMMIT: tl.constexpr,
+    num_blocks, num_slots, budget, width, hysteresis,
+    BUDGET_PADDED: tl.constexpr, WIDTH_PADDED: tl.constexpr, SLOTS_PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COMMIT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
     pair = row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -164,9 +168,9 @@ def _plan_kernel(
     keys += pair * num_blocks
     resident += pair * num_slots
     last_wanted += pair * num_slots
-    wanted += pair * BUDGET
-    sources += pair * WIDTH
-    victims += pair * WIDTH
+    wanted += pair * budget
+    sources += pair * width
+    victims += pair * width
 
     bad = _write_keys(scores, keys, lower, upper, BLOCKS)
     if bad > 0:
@@ -180,12 +184,12 @@ def _plan_kernel(
     tl.store(keys + block, _key_of(score * hysteresis) | (-2147483648), mask=held)
     tl.debug_barrier()
 
-    threshold, above = _threshold(keys, lower, upper, BUDGET, BLOCKS, WHOLE)
-    ties = BUDGET - above
+    threshold, above = _threshold(keys, lower, upper, budget, BLOCKS, WHOLE)
+    ties = budget - above
     count, last = _write_wanted(keys, wanted, lower, upper, threshold, ties, BLOCKS)
     place = tl.arange(0, BUDGET_PADDED)
     nothing = tl.full([BUDGET_PADDED], -1, tl.int64)
-    tl.store(wanted + place, nothing, mask=(place >= count) & (place < BUDGET))
+    tl.store(wanted + place, nothing, mask=(place >= count) & (place < budget))
     tl.debug_barrier()
 
     # Missing blocks as numbers that order by key, then lower block; taken or resident ones are -1.
@@ -203,10 +207,10 @@ def _plan_kernel(
     free = used & ~keeps
     order = tl.where(free, (age << 32) | slot, 0x7FFFFFFFFFFFFFFF)
     pairs = tl.minimum(num_missing, tl.sum(free.to(tl.int32), axis=0))
-    pairs = tl.minimum(pairs, WIDTH)
+    pairs = tl.minimum(pairs, width)
     place = tl.arange(0, WIDTH_PADDED)
     nothing = tl.full([WIDTH_PADDED], -1, tl.int64)
-    unused = (place >= pairs) & (place < WIDTH)
+    unused = (place >= pairs) & (place < width)
     tl.store(sources + place, nothing, mask=unused)
     tl.store(victims + place, nothing, mask=unused)
     for index in range(pairs):

@@ -7,12 +7,10 @@ from torch import Tensor
 
 from oasiskv.ops.digest.reference import Keys4
 
-# Blocks of one program: rows of its matrix product. Heads are the fastest grid axis, so that the
-# digests of one block, side by side in the pool, are read at about the same time.
-_BLOCKS = 64
-_MINMAX_TILES = 2
-_MINMAX_STAGES = 2
-_KEYS4_STAGES = 4
+# Heads are the fastest grid axis, so that the digests of one block, side by side in the pool, are
+# read at about the same time. Blocks are rows of the matrix product.
+_MINMAX_BLOCKS, _MINMAX_TILES, _MINMAX_STAGES, _MINMAX_WARPS = 64, 2, 2, 4
+_KEYS4_BLOCKS, _KEYS4_STAGES, _KEYS4_WARPS = 64, 4, 4
 _SOFTMAX_BLOCKS = 1024
 
 
@@ -35,7 +33,7 @@ def minmax_scores(
     Floor: digests read, ``4 * D`` bytes per candidate, KV head and row from bf16, over the
     bandwidth of HBM: 268 MB at ``R = 64, N = 1,024, H = 8, D = 128``.
     """
-    logits, grid, shape = _prepare(queries, digests, blocks, _MINMAX_TILES)
+    logits, grid, shape = _prepare(queries, digests, blocks, _MINMAX_BLOCKS, _MINMAX_TILES)
     _check_last_dim(queries=queries, digests=digests, blocks=blocks)
     _minmax_logits_kernel[grid](
         queries, lookahead, digests, blocks, first, end, logits,
@@ -44,7 +42,7 @@ def minmax_scores(
         blocks.stride(0), blocks.shape[1], mix, scale / 2,
         DIM=digests.shape[-1], DIM_PADDED=triton.next_power_of_2(digests.shape[-1]),
         MATH=_math_dtype(digests), TILES=_MINMAX_TILES, STAGES=_MINMAX_STAGES, **shape,
-        num_warps=4,
+        num_warps=_MINMAX_WARPS,
     )  # fmt: skip
     return _scores(logits, first, end, digests.shape[1])
 
@@ -68,7 +66,7 @@ def keys4_scores(
     bandwidth of HBM: 805 MB at ``R = 64, N = 1,024, H = 8, B = 16, D = 128``.
     """
     codes, scale_zero = digests
-    logits, grid, shape = _prepare(queries, codes, blocks, 1)
+    logits, grid, shape = _prepare(queries, codes, blocks, _KEYS4_BLOCKS, 1)
     _check_last_dim(queries=queries, codes=codes, scale_zero=scale_zero, blocks=blocks)
     half = codes.shape[-1]
     _keys4_logits_kernel[grid](
@@ -79,13 +77,13 @@ def keys4_scores(
         blocks.stride(0), blocks.shape[1], scale,
         TOKENS=codes.shape[2], HALF=half, HALF_PADDED=max(16, triton.next_power_of_2(half)),
         SPLIT=queries.dtype == torch.float32, STAGES=_KEYS4_STAGES, **shape,
-        num_warps=4,
+        num_warps=_KEYS4_WARPS,
     )  # fmt: skip
     return _scores(logits, first, end, codes.shape[1])
 
 
 def _prepare(
-    queries: Tensor, digests: Tensor, blocks: Tensor, tiles: int
+    queries: Tensor, digests: Tensor, blocks: Tensor, tile_blocks: int, tiles: int
 ) -> tuple[Tensor, tuple[int, int, int], dict[str, int]]:
     """Logits ``[R, Hq, N]`` to fill, the grid, and what is constant for both kernels."""
     num_rows, _, num_query_heads, _ = queries.shape
@@ -99,9 +97,9 @@ def _prepare(
     logits = torch.empty(
         (num_rows, num_query_heads, blocks.shape[1]), dtype=torch.float32, device=queries.device
     )
-    grid = (num_kv_heads, triton.cdiv(blocks.shape[1], _BLOCKS * tiles), num_rows)
+    grid = (num_kv_heads, triton.cdiv(blocks.shape[1], tile_blocks * tiles), num_rows)
     padded = max(8, triton.next_power_of_2(group))
-    return logits, grid, {"GROUP": group, "GROUP_PADDED": padded, "BLOCKS": _BLOCKS}
+    return logits, grid, {"GROUP": group, "GROUP_PADDED": padded, "BLOCKS": tile_blocks}
 
 
 def _scores(logits: Tensor, first: Tensor, end: Tensor, num_kv_heads: int) -> Tensor:
