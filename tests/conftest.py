@@ -7,6 +7,9 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Read when Triton is imported: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so their children, which
 # some tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

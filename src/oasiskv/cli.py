@@ -39,7 +39,7 @@ app = typer.Typer(
 )
 app.add_typer(models_app, name="models", help="List and fetch the built-in models.")
 app.add_typer(eval_app, name="eval", help="Measure accuracy and traffic.")
-app.add_typer(bench_app, name="bench", help="Measure what fits in a KV pool.")
+app.add_typer(bench_app, name="bench", help="Measure what fits in a KV pool, and the speed of ops.")
 
 
 class DraftKind(StrEnum):

@@ -1,4 +1,4 @@
-"""``oasiskv bench``: what OasisKV's vLLM plugin is for, measured beside stock vLLM."""
+"""``oasiskv bench``: what fits in a KV pool, beside stock vLLM; how fast the ops are."""
 
 import json
 import sys
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from oasiskv.bench.acceptance import Passages, measure_acceptance
 from oasiskv.bench.capacity import EngineReport, Workload, measure
+from oasiskv.bench.ops import OpTime, measure_ops
 from oasiskv.config import OasisConfig
 from oasiskv.models.resolve import resolve_model
 
@@ -32,6 +33,16 @@ _ROWS: dict[str, Callable[[EngineReport], object]] = {
     "digests, MiB": lambda r: f"{r.digest_bytes / _MIB:.2f}",
     "steps": lambda r: r.steps,
     "seconds": lambda r: f"{r.seconds:.1f}",
+}
+
+_OP_COLUMNS: dict[str, Callable[[OpTime], str]] = {
+    "op": lambda op: op.name,
+    "form": lambda op: op.form,
+    "MB": lambda op: f"{op.moved_bytes / 1e6:.1f}",
+    "floor, us": lambda op: f"{op.floor_us:.1f}",
+    "median, us": lambda op: f"{op.time.median_us:.1f}",
+    "10 to 90 %, us": lambda op: f"{op.time.low_us:.1f} to {op.time.high_us:.1f}",
+    "of floor": lambda op: f"{op.share:.3f}",
 }
 
 
@@ -115,6 +126,31 @@ def acceptance_command(
             f"{report.tokens_per_forward:.2f}",
         )
     Console().print(table)
+
+
+@app.command("ops")
+def ops_command(
+    device: Annotated[str, typer.Option(help="cuda: kernels and references; cpu: references")],
+    only: Annotated[str, typer.Option(help="ops whose name starts so, such as 'score'")] = "",
+    repeats: Annotated[int, typer.Option(help="timed calls of each kernel", min=1)] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object only")] = False,
+) -> None:
+    """Each op against the bytes that it must move, kernels checked first."""
+    report = measure_ops(device, only=only, repeats=repeats)
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(report)) + "\n")
+        return
+    title = (
+        f"{report.device}: copy {report.copy_gbps:.0f} GB/s, from host {report.h2d_gbps:.1f}, "
+        f"to host {report.d2h_gbps:.1f}"
+    )
+    table = Table(*_OP_COLUMNS, title=title, title_justify="left")
+    for op in report.ops:
+        table.add_row(*(show(op) for show in _OP_COLUMNS.values()))
+    console = Console()
+    console.print(table)
+    for name, shape in {op.name: op.shape for op in report.ops}.items():
+        console.print(f"{name}: {shape}", highlight=False)
 
 
 def _or_dash(blocks: int | None) -> str:

@@ -99,6 +99,37 @@ def dequantize_keys4(digest: Keys4) -> Tensor:
     return codes * scale + zero
 
 
+def write_minmax(cache: Tensor, source_index: Tensor, digests: Tensor, dest_index: Tensor) -> None:
+    """``build_minmax`` of blocks of one layer, into rows of a digest pool, in place.
+
+    Args:
+        cache: ``[MB, H, B, 2D]``, keys in the first ``D`` elements of a tile; any strides, last
+            dimension contiguous.
+        source_index: integer ``[n]``, block of ``cache``; -1 where there is none.
+        digests: ``[capacity, H, 2, D]`` in the dtype of ``cache``, such as one layer of a pool of
+            ``[capacity, layers, H, 2, D]``; last dimension contiguous.
+        dest_index: integer ``[n]``, row of ``digests``, each at most once; -1 where there is none.
+    """
+    used = (source_index >= 0) & (dest_index >= 0)
+    digests[dest_index[used]] = build_minmax(cache[source_index[used]])
+
+
+def write_keys4(cache: Tensor, source_index: Tensor, digests: Keys4, dest_index: Tensor) -> None:
+    """``build_keys4`` of blocks of one layer, into rows of a digest pool, in place.
+
+    Args:
+        cache: ``[MB, H, B, 2D]`` as in ``write_minmax``, ``D`` even.
+        source_index: integer ``[n]``, block of ``cache``; -1 where there is none.
+        digests: codes ``[capacity, H, B, D/2]`` and scale_zero ``[capacity, H, 2, D]``, each with
+            its last dimension contiguous.
+        dest_index: integer ``[n]``, row of ``digests``, each at most once; -1 where there is none.
+    """
+    used = (source_index >= 0) & (dest_index >= 0)
+    built = build_keys4(cache[source_index[used]])
+    digests.codes[dest_index[used]] = built.codes
+    digests.scale_zero[dest_index[used]] = built.scale_zero
+
+
 def _keys(tiles: Tensor) -> Tensor:
     """Key half ``[..., B, D]`` of tiles ``[..., B, 2D]``."""
     if tiles.shape[-1] % 2:

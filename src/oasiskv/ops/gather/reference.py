@@ -1,5 +1,6 @@
 """Moving tiles from one set of blocks into another, in plain PyTorch."""
 
+import torch
 from torch import Tensor
 
 
@@ -37,3 +38,56 @@ def gather_tiles(source: Tensor, source_index: Tensor, dest: Tensor, dest_index:
     tiles = source[source_index[head, place], head].to(dest.device)
     dest[dest_index[head, place].to(dest.device), head.to(dest.device)] = tiles
     return tiles.numel() * tiles.element_size()
+
+
+def gather_rows(
+    source: Tensor,
+    source_index: Tensor,
+    dest: Tensor,
+    dest_index: Tensor,
+    source_blocks: Tensor | None = None,
+    dest_blocks: Tensor | None = None,
+) -> Tensor:
+    """``gather_tiles`` for the requests of a step, one row each, in place.
+
+    Pairs whose indices are not both at least 0 are left out; pairs of one call never share a
+    destination, and no destination is a source (contracts, not checked).
+
+    Args:
+        source: ``[NB, H, B, 2D]``, on any device, pinned host memory included.
+        source_index: integer ``[R, H, C]``: block of ``source``, or, with ``source_blocks``, place
+            in the row's ``source_blocks``; -1 for none.
+        dest: ``[MB, H, B, 2D]``, same dtype and tile as ``source``, on any device.
+        dest_index: integer ``[R, H, C]``: block of ``dest``, or place in the row's ``dest_blocks``;
+            -1 for none.
+        source_blocks: integer ``[R, any]``, block of ``source`` by the row's own numbering, such as
+            the store blocks of a request; None: ``source_index`` is that already.
+        dest_blocks: integer ``[R, any]``, block of ``dest`` likewise, such as the slots of a
+            request.
+
+    Returns:
+        Tiles moved, int64 with no dimension, on the device of the indices. When it returns, the
+        copy is done or ordered on the current stream of that device.
+
+    Raises:
+        ValueError: dtype or tile shape of ``dest`` and ``source`` differ.
+    """
+    num_heads = source_index.shape[1]
+    used = (source_index >= 0) & (dest_index >= 0)
+    sources = _blocks_of(source_index, source_blocks).masked_fill(~used, -1)
+    dests = _blocks_of(dest_index, dest_blocks).masked_fill(~used, -1)
+    gather_tiles(
+        source,
+        sources.transpose(0, 1).reshape(num_heads, -1),
+        dest,
+        dests.transpose(0, 1).reshape(num_heads, -1),
+    )
+    return used.sum()
+
+
+def _blocks_of(index: Tensor, blocks: Tensor | None) -> Tensor:
+    """int64 ``[R, H, C]``: ``blocks`` ``[R, any]`` at ``index``, anything where that is -1."""
+    if blocks is None or not index.numel():
+        return index.long()
+    rows = torch.arange(len(index), device=index.device)[:, None, None]
+    return blocks[rows, index.clamp(min=0).long()].long()

@@ -75,8 +75,7 @@ def make_plan(
     Raises:
         ValueError: ``budget`` or ``cap`` is negative, or a candidate's score is NaN.
     """
-    if budget < 0 or (cap is not None and cap < 0):
-        raise ValueError(f"budget and cap must not be negative; found {budget} and {cap} blocks")
+    _check_limits(budget, cap)
     num_blocks, num_slots = scores.shape[2], resident.shape[2]
     allowed = candidates[:, None, :].expand_as(scores)
     nan = int((scores.isnan() & allowed).sum())
@@ -112,6 +111,108 @@ def make_plan(
     victims = _pad(victims, width).masked_fill(unused, -1)
     slot_wanted = slot_wanted | _mark(victims, num_slots)
     return Plan(wanted, sources, victims, misses, torch.where(slot_wanted, step, last_wanted))
+
+
+class RowsPlan(NamedTuple):
+    """The plan of one layer for the sparse requests of a step.
+
+    ``R`` rows (requests), ``H`` KV heads, ``K`` budget, ``S`` slots, ``C`` the cap, or
+    ``min(K, S)`` without one. All int64, on the device of the scores.
+
+    Attributes:
+        wanted: ``[R, H, K]``, blocks of the request in any order, padded with -1 at the end.
+        sources: ``[R, H, C]``, blocks to fetch, best first, padded with -1 at the end.
+        victims: ``[R, H, C]``, slot that ``sources`` at the same place overwrites; -1 where that is
+            -1.
+        misses: ``[R, H]``, wanted blocks that are not resident, before cap and free slots limit the
+            plan.
+    """
+
+    wanted: Tensor
+    sources: Tensor
+    victims: Tensor
+    misses: Tensor
+
+
+def plan_rows(
+    scores: Tensor,
+    first: Tensor,
+    end: Tensor,
+    resident: Tensor,
+    last_wanted: Tensor,
+    slots: Tensor,
+    step: Tensor,
+    nan_scores: Tensor,
+    *,
+    budget: int,
+    cap: int | None,
+    hysteresis: float,
+    commit: bool = False,
+) -> RowsPlan:
+    """``make_plan`` of one layer for requests of different lengths, carried out at once.
+
+    Candidates of row ``r`` are its blocks ``first[r]`` to ``end[r] - 1``; only its first
+    ``slots[r]`` slots are looked at and changed. A NaN score cannot stop a GPU: it counts as 0, and
+    ``nan_scores`` grows by one.
+
+    Args:
+        scores: float32 ``[R, H, N]``, not negative; read at candidates only.
+        first: integer ``[R]``.
+        end: integer ``[R]``, at most ``N``; no candidates where ``end <= first``.
+        resident: integer ``[R, H, S]``, block of the request in each slot, -1 for an empty one.
+            With ``commit``, ``sources`` are put at their ``victims``, in place.
+        last_wanted: integer ``[R, H, S]``, step number, -1 for never; updated in place.
+        slots: integer ``[R]``, slots in use, at most ``S``.
+        step: integer, one element: number of this step.
+        nan_scores: int32, one element: NaN scores of candidates so far; updated in place.
+        budget: ``K`` in blocks.
+        cap: most blocks fetched per row and KV head; None for no cap.
+        hysteresis: factor on the scores of resident blocks, 1 for none; not negative.
+        commit: whether to update ``resident``; the transfers must then be waited for before the
+            slots are read.
+
+    Returns:
+        The plan; ``N``, ``S``, ``K`` and ``C`` may be 0 and in any order.
+
+    Raises:
+        ValueError: ``budget`` or ``cap`` is negative.
+    """
+    _check_limits(budget, cap)
+    num_rows, num_heads, num_blocks = scores.shape
+    width = min(budget, resident.shape[2]) if cap is None else cap
+    block = torch.arange(num_blocks, device=scores.device)
+    candidates = (block >= first[:, None]) & (block < end[:, None])
+    nan = scores.isnan() & candidates[:, None]
+    nan_scores += nan.sum().to(nan_scores.dtype)
+    clean = scores.masked_fill(nan, 0)
+    wanted = torch.full((num_rows, num_heads, budget), -1, device=scores.device)
+    sources = torch.full((num_rows, num_heads, width), -1, device=scores.device)
+    victims, misses = sources.clone(), sources.new_zeros(num_rows, num_heads)
+    for row, used in enumerate(slots.tolist()):
+        plan = make_plan(
+            clean[row : row + 1],
+            candidates[row : row + 1],
+            resident[row : row + 1, :, :used].long(),
+            last_wanted[row : row + 1, :, :used].long(),
+            budget=budget,
+            cap=cap,
+            hysteresis=hysteresis,
+            step=int(step),
+        )
+        wanted[row], misses[row] = plan.wanted[0], plan.misses[0]
+        cut = plan.sources.shape[-1]
+        sources[row, :, :cut], victims[row, :, :cut] = plan.sources[0], plan.victims[0]
+        last_wanted[row, :, :used] = plan.last_wanted[0].to(last_wanted.dtype)
+    if commit:
+        rows, heads, pairs = (victims >= 0).nonzero(as_tuple=True)
+        fetched = sources[rows, heads, pairs].to(resident.dtype)
+        resident[rows, heads, victims[rows, heads, pairs]] = fetched
+    return RowsPlan(wanted, sources, victims, misses)
+
+
+def _check_limits(budget: int, cap: int | None) -> None:
+    if budget < 0 or (cap is not None and cap < 0):
+        raise ValueError(f"budget and cap must not be negative; found {budget} and {cap} blocks")
 
 
 def _mark(indices: Tensor, size: int) -> Tensor:

@@ -7,6 +7,7 @@ own logits NaN and no other's.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -126,6 +127,97 @@ def block_scores(
         query_mask = candidates.new_ones(logits.shape[:2])
     valid = by_query.masked_fill(~query_mask[:, :, None, None], 0)
     return valid.sum(1) / query_mask.sum(1).clamp(min=1)[:, None, None]
+
+
+def minmax_scores(
+    queries: Tensor,
+    lookahead: Tensor,
+    digests: Tensor,
+    blocks: Tensor,
+    first: Tensor,
+    end: Tensor,
+    mix: float,
+    scale: float,
+) -> Tensor:
+    """Scores of one layer for requests of different lengths, digests taken from the pool.
+
+    ``minmax_logits`` and ``block_scores`` of one lookahead query per row. Row ``r`` is a request:
+    its candidates are its blocks ``first[r]`` to ``end[r] - 1``, block ``n`` having digest row
+    ``blocks[r, n]``. Nothing else is read: other entries of ``blocks`` may be anything.
+
+    Args:
+        queries: ``[R, Q, Hq, D]``, any float dtype.
+        lookahead: integer ``[R]``, which of the ``Q`` queries counts.
+        digests: ``[capacity, H, 2, D]``, any float dtype, such as one layer of a larger pool.
+        blocks: integer ``[R, N]``.
+        first: integer ``[R]``, ``0 <= first``.
+        end: integer ``[R]``, ``end <= N``; no candidates where ``end <= first``.
+        mix: weight of the half range, 0 to 1.
+        scale: softmax scale of the model, positive.
+
+    Returns:
+        ``[R, H, N]``; exactly 0 where a block is no candidate.
+    """
+    scores = [
+        block_scores(
+            minmax_logits(query, digests[rows][None], mix, scale), candidates, digests.shape[1]
+        )
+        for query, rows, candidates in _rows(queries, lookahead, blocks, first, end)
+    ]
+    return _spread(scores, digests.shape[1], blocks, first)
+
+
+def keys4_scores(
+    queries: Tensor,
+    lookahead: Tensor,
+    digests: Keys4,
+    blocks: Tensor,
+    first: Tensor,
+    end: Tensor,
+    scale: float,
+) -> Tensor:
+    """As ``minmax_scores``, with ``keys4_logits``.
+
+    Args:
+        queries: ``[R, Q, Hq, D]``, any float dtype.
+        lookahead: integer ``[R]``, which of the ``Q`` queries counts.
+        digests: codes ``[capacity, H, B, D/2]`` and scale_zero ``[capacity, H, 2, D]``.
+        blocks: integer ``[R, N]``, digest row of each block of a request.
+        first: integer ``[R]``, first candidate.
+        end: integer ``[R]``, one past the last.
+        scale: softmax scale of the model, positive.
+
+    Returns:
+        ``[R, H, N]``; exactly 0 where a block is no candidate.
+    """
+    num_kv_heads = digests.codes.shape[1]
+    scores = []
+    for query, rows, candidates in _rows(queries, lookahead, blocks, first, end):
+        digest = Keys4(*(part[rows][None] for part in digests))
+        scores.append(block_scores(keys4_logits(query, digest, scale), candidates, num_kv_heads))
+    return _spread(scores, num_kv_heads, blocks, first)
+
+
+def _rows(
+    queries: Tensor, lookahead: Tensor, blocks: Tensor, first: Tensor, end: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Per row its lookahead query ``[1, 1, Hq, D]``, digest rows and, all True, candidates."""
+    for row, (query, start, stop) in enumerate(
+        zip(lookahead.tolist(), first.tolist(), end.tolist(), strict=True)
+    ):
+        rows = blocks[row, start : max(start, stop)].long()
+        candidates = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
+        yield queries[row : row + 1, query : query + 1], rows, candidates
+
+
+def _spread(scores: list[Tensor], num_kv_heads: int, blocks: Tensor, first: Tensor) -> Tensor:
+    """``[R, H, N]`` with the scores ``[1, H, n]`` of each row at its candidates."""
+    shape = (len(scores), num_kv_heads, blocks.shape[1])
+    dtype = scores[0].dtype if scores else torch.float32
+    out = torch.zeros(shape, dtype=dtype, device=blocks.device)
+    for row, (part, start) in enumerate(zip(scores, first.tolist(), strict=True)):
+        out[row, :, start : start + part.shape[-1]] = part[0]
+    return out
 
 
 def _math_dtype(first: Tensor, second: Tensor) -> torch.dtype:

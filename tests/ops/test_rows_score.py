@@ -1,0 +1,169 @@
+"""Scores straight from the digest pool: reference and kernel against a loop in float64."""
+
+import math
+
+import pytest
+import torch
+
+from backends import BACKENDS, DEVICE, far_view, load_op
+from oasiskv.ops.digest.reference import Keys4, build_keys4, build_minmax, dequantize_keys4
+
+both = pytest.mark.parametrize("backend", BACKENDS)
+
+# query heads, KV heads, head dim, dtype of queries and keys: groups of 1 to 8
+MODELS = [
+    (2, 2, 64, torch.float32),
+    (6, 2, 80, torch.bfloat16),
+    (4, 1, 96, torch.float16),
+    (8, 2, 128, torch.bfloat16),
+    (6, 1, 64, torch.float16),
+    (7, 1, 96, torch.float32),
+    (8, 1, 128, torch.float32),
+]
+FIRST = [0, 1, 3, 65, 5]
+END = [150, 70, 3, 149, 101]
+BLOCKS, CAPACITY, FREE = 150, 200, 20
+KINDS = ["minmax", "keys4"]
+
+
+class Case:
+    """Five requests on one layer of a pool whose free rows hold NaN."""
+
+    def __init__(self, model, seed=0):
+        heads, self.kv_heads, self.dim, dtype = model
+        self.group = heads // self.kv_heads
+        generator = torch.Generator().manual_seed(seed)
+        rows = len(FIRST)
+        self.queries = torch.randn(rows, 3, heads, self.dim, generator=generator).to(dtype)
+        self.lookahead = torch.tensor([2, 0, 1, 1, 0])
+        tiles = torch.randn(CAPACITY, self.kv_heads, 16, 2 * self.dim, generator=generator) * 2
+        tiles[:FREE] = math.nan
+        self.tiles = tiles.to(dtype)
+        blocks = [torch.randperm(CAPACITY - FREE, generator=generator) for _ in range(rows)]
+        self.blocks = (torch.stack(blocks)[:, :BLOCKS] + FREE).int()
+        self.first, self.end = torch.tensor(FIRST), torch.tensor(END)
+        index = torch.arange(BLOCKS)
+        self.candidates = (index >= self.first[:, None]) & (index < self.end[:, None])
+        # What is no candidate points far outside the pool.
+        self.blocks.masked_fill_(~self.candidates, 2**30)
+        self.scale = self.dim**-0.5
+        self.minmax = build_minmax(self.tiles)
+        self.keys4 = build_keys4(self.tiles)
+
+    def layer(self, part):
+        """One layer of three; the others hold NaN."""
+        garbage = math.nan if part.dtype.is_floating_point else 255
+        pool = torch.full((len(part), 3, *part.shape[1:]), garbage, dtype=part.dtype)
+        pool[:, 1] = part
+        return pool.to(DEVICE)[:, 1]
+
+    def arguments(self):
+        return [t.to(DEVICE) for t in (self.blocks, self.first, self.end)]
+
+    def run(self, kind, backend):
+        scores = load_op("score", f"{kind}_scores", backend)
+        queries = [self.queries.to(DEVICE), self.lookahead.to(DEVICE)]
+        if kind == "minmax":
+            digest, options = self.layer(self.minmax), (0.5, self.scale)
+        else:
+            digest, options = Keys4(*(self.layer(part) for part in self.keys4)), (self.scale,)
+        return scores(*queries, digest, *self.arguments(), *options).cpu()
+
+    def expected(self, kind):
+        """``(scores, largest |query| . |key|)``, both in float64."""
+        out = torch.zeros(len(FIRST), self.kv_heads, BLOCKS, dtype=torch.float64)
+        largest = 0.0
+        keys = dequantize_keys4(self.keys4).double()
+        for row, (start, end) in enumerate(zip(FIRST, END, strict=True)):
+            rows = self.blocks[row, start:end].long()
+            for head in range(self.queries.shape[2]):
+                kv_head = head // self.group
+                query = self.queries[row, self.lookahead[row], head].double()
+                if kind == "minmax":
+                    low, high = self.minmax[rows, kv_head].double().unbind(-2)
+                    logits = (high + low) / 2 @ query + 0.5 * ((high - low) / 2 @ query.abs())
+                    size = torch.maximum(low.abs(), high.abs()) @ query.abs()
+                    logits = logits * self.scale
+                else:
+                    logits = (keys[rows, kv_head] @ query * self.scale).logsumexp(-1)
+                    size = self.keys4.scale_zero[rows, kv_head].double().abs()
+                    size = (size[:, 0] * 15 + size[:, 1]) @ query.abs()
+                out[row, kv_head, start:end] += logits.softmax(-1) / self.group
+                largest = max([largest, *size.tolist()])
+        return out, largest
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", MODELS)
+@both
+def test_scores_equal_the_loop(model, kind, backend):
+    case = Case(model)
+    expected, largest = case.expected(kind)
+    got = case.run(kind, backend)
+    assert got.dtype == torch.float32
+    assert got.shape == expected.shape
+    assert bool((got.masked_fill(case.candidates[:, None], 0) == 0).all())
+    # What the kernels promise of a logit: float16 keys, or queries in two terms.
+    error = largest * case.scale * (2**-11 if kind == "keys4" and backend == "triton" else 2**-16)
+    relative = math.expm1(2 * error) + 1e-5
+    torch.testing.assert_close(got.double(), expected, rtol=relative, atol=1e-30)
+    if error < 0.01:
+        order = expected.argsort(-1, descending=True)[..., :8]
+        worst = got.gather(-1, order).double() / expected.gather(-1, order)
+        assert bool((worst[case.end > case.first] - 1).abs().max() <= relative)
+    sums = got.sum(-1)[case.end > case.first]
+    torch.testing.assert_close(sums, torch.ones_like(sums))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@both
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_free_digest_shows_in_its_row_and_head_only(kind, backend):
+    case = Case(MODELS[1])
+    victim = int(case.blocks[1, 40])
+    case.minmax[victim, 1] = math.nan
+    case.keys4.scale_zero[victim, 1] = math.nan
+    elsewhere = (case.blocks == victim) & case.candidates
+    got = case.run(kind, backend)
+    for row in range(len(FIRST)):
+        touched = bool(elsewhere[row].any())
+        part = got[row, 1, FIRST[row] : END[row]]
+        assert bool(part.isnan().all()) if touched and len(part) else not part.isnan().any()
+        assert not got[row, 0].isnan().any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@both
+def test_no_rows_and_no_blocks(kind, backend):
+    case = Case(MODELS[0])
+    whole = case.run(kind, backend)
+    case.end = case.first.clone()
+    assert bool((case.run(kind, backend) == 0).all())
+    case.queries, case.lookahead = case.queries[:0], case.lookahead[:0]
+    case.blocks, case.first, case.end = case.blocks[:0], case.first[:0], case.end[:0]
+    assert case.run(kind, backend).shape == (0, *whole.shape[1:])
+
+
+@both
+def test_offsets_past_two_to_the_31_elements(backend, monkeypatch):
+    case = Case((4, 2, 64, torch.float16))
+    pool = far_view((3, 2, 2, 64), 2**30 + 64, torch.float16, monkeypatch)
+    pool[1:] = case.minmax[30:32].to(DEVICE)
+    blocks = torch.tensor([[2, 1]], device=DEVICE)
+    query, zero = case.queries[:1].to(DEVICE), torch.tensor([0], device=DEVICE)
+    scores = load_op("score", "minmax_scores", backend)
+    got = scores(query, zero, pool, blocks, zero, zero + 2, 0.5, 0.125)
+    near = load_op("score", "minmax_scores", "reference")
+    small = pool[1:].clone()
+    expected = near(
+        query, zero, small, torch.tensor([[1, 0]], device=DEVICE), zero, zero + 2, 0.5, 0.125
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=0)
+
+
+@both
+def test_heads_that_do_not_divide_are_refused(backend):
+    case = Case(MODELS[0])
+    case.queries = torch.zeros(5, 3, 5, 64)
+    with pytest.raises(ValueError, match="found 5 and 2"):
+        case.run("minmax", backend)
