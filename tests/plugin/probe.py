@@ -6,7 +6,10 @@ from contextlib import contextmanager
 import torch
 
 import oasiskv.vllm
+from oasiskv.testing.batch_refetch import BatchRefetch
 from oasiskv.testing.refetch import ForcedRefetch
+from oasiskv.vllm.batch_layers import BatchLayers
+from oasiskv.vllm.layers import SparseLayers
 from oasiskv.vllm.runtime import current_runtime
 from oasiskv.vllm.scheduling import state_of
 from plugin.engines import engine
@@ -57,7 +60,8 @@ class Probe:
         self.manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         self.state = state_of(self.pool)
         self.runtime = current_runtime()
-        self.refetch = ForcedRefetch(1)
+        batched = isinstance(self.runtime.target, BatchLayers)
+        self.refetch = BatchRefetch(1) if batched else ForcedRefetch(1)
         self.forced = refetch
         self.fill = float("nan")
         self.given_back = Counter()
@@ -73,10 +77,10 @@ class Probe:
         for name, blocks in list(self.manager.req_to_blocks.items()):
             nulls = sum(block.is_null for block in blocks)
             self.given_back[name] = max(self.given_back[name], nulls)
-        running = runtime.target.running
-        dense = {r.request_id for r in running if r.residents is None}
+        target = runtime.target
+        dense = {name for name in target.requests if target.window_start(name) is None}
         self.restarted |= self.sparse & dense
-        self.sparse |= {r.request_id for r in running} - dense
+        self.sparse |= target.requests.keys() - dense
         # What vLLM's prefix cache still offers must keep its content.
         unowned = {
             block.block_id
@@ -90,7 +94,14 @@ class Probe:
         self._blank = unowned
         if self.forced:
             for model in runtime.models:
-                self.refetch(model)
+                self._disturb(model)
+
+    def _disturb(self, model):
+        if isinstance(model, BatchLayers):
+            known = list(model.requests.values())
+            self.refetch(model.tiering, model.geometry, model.store, model.caches, known)
+        else:
+            self.refetch(model)
 
     @property
     def used(self):
@@ -109,7 +120,8 @@ class Probe:
             and not request.hot
             and request.most_tokens > self.manager._past_tokens
         }
-        sparse = {r.request_id for r in self.runtime.target.running if r.residents is not None}
+        target = self.runtime.target
+        sparse = {name for name in target.requests if target.window_start(name) is not None}
         assert state.in_transition == {
             name: request
             for name, request in state.requests.items()
@@ -131,9 +143,10 @@ class Probe:
         for model in self.runtime.models:
             left = set(model.requests) - set(self.state.dropped)
             assert not left
-            rows = sum(len(request.store_blocks) for request in model.running)
+            rows = sum(len(request.store_blocks) for request in model.requests.values())
             assert model.tiering.digests.rows_used == rows
-            assert not model.tiering.draining
+            if isinstance(model, SparseLayers):
+                assert not model.tiering.draining
 
 
 @contextmanager

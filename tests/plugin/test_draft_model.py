@@ -88,7 +88,7 @@ def test_a_step_in_which_vllm_does_not_draft_leaves_no_hole(tiny_folder, draft_f
         driver, skipped = Driver(probe), []
 
         def watch(record):
-            draft = probe.runtime.models[1].requests[record.request.request_id]
+            draft = probe.runtime.models[1].requests[record.request_id]
             skipped.append(not draft.queries[0])
 
         probe.runtime.observer = watch

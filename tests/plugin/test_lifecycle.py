@@ -50,7 +50,8 @@ class TestEnds:
         state = probe.state.requests[request.request_id]
         assert (known is not None) == (when != "waiting")
         if known is not None:
-            assert (known.residents is not None) == (when in ("transition", "decode"))
+            start = probe.runtime.target.window_start(request.request_id)
+            assert (start is not None) == (when in ("transition", "decode"))
             assert (state.window_start > 0) == (when in ("transition", "decode"))
             assert (nulls > 0) == (when == "decode")
         for _ in range(times):

@@ -51,12 +51,13 @@ class Watch(Driver):
         probe.runtime.observer = self.observe
 
     def observe(self, record):
-        request = record.request
-        name = next(n for n, r in self.requests.items() if r.request_id == request.request_id)
-        at = request.computed - len(record.accepted) + 1
+        name = next(n for n, r in self.requests.items() if r.request_id == record.request_id)
+        computed = record.tokens.computed
+        at = computed - len(record.accepted) + 1
         self.drafts.setdefault(name, {})[at] = record.drafts
-        if request.residents is not None and name not in self.sparse:
-            self.sparse[name] = request.computed
+        sparse = self.probe.runtime.target.window_start(record.request_id) is not None
+        if sparse and name not in self.sparse:
+            self.sparse[name] = computed
             others = self.probe.state.may_go_sparse.values()
             decoding = [r.request for r in others if r.request.num_output_tokens]
             self.lengths.append([r.num_tokens for r in decoding if r.num_tokens > PAST])

@@ -52,10 +52,9 @@ def in_vllm(folder, prompts, new, settings, **engine_args):
     steps = {}
 
     def observe(record):
-        wanted = None if record.selection is None else record.selection.wanted
         # vLLM's ids are the prompt's number and a suffix.
-        number = record.request.request_id.split("-")[0]
-        steps.setdefault(number, []).append((record.drafts, record.accepted, wanted))
+        number = record.request_id.split("-")[0]
+        steps.setdefault(number, []).append((record.drafts, record.accepted, record.wanted))
 
     with engine(folder, **(plugin | engine_args)) as llm:
         current_runtime().observer = observe

@@ -247,7 +247,7 @@ def _run(
             from oasiskv.vllm.runtime import current_runtime
 
             for model in current_runtime().models:
-                report.store_bytes += model.tiering.store.nbytes
+                report.store_bytes += model.store.nbytes
                 report.digest_bytes += model.tiering.digests.nbytes
     finally:
         engine.engine_core.shutdown()

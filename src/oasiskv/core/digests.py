@@ -68,7 +68,33 @@ class DigestPool:
         index = list(blocks)
         for pool, part in zip(self._parts, self._build(tiles), strict=True):
             pool[index] = part
+        self.claim(blocks)
+
+    def claim(self, blocks: Sequence[int]) -> None:
+        """Store blocks have digests from now on; who claims without ``build`` writes the rows."""
         self._used.update(blocks)
+
+    def layer(self, layer: int) -> torch.Tensor | Keys4:
+        """Rows of one layer: min/max ``[capacity, heads, 2, head_dim]``, or 4-bit keys. Views."""
+        parts = [part[:, layer] for part in self._parts]
+        return parts[0] if self.kind == "minmax" else Keys4(*parts)
+
+    def layer_logits(
+        self, layer: int, queries: torch.Tensor, blocks: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Score blocks for one layer of one request.
+
+        Args:
+            layer: sparse layer.
+            queries: ``[1, n, query heads, head_dim]``.
+            blocks: int64 ``[blocks]`` store blocks that have a digest.
+            scale: softmax scale of the model's attention.
+
+        Returns:
+            ``[1, n, query heads, blocks]`` float32.
+        """
+        rows = tuple(part[blocks, layer][None] for part in self._parts)
+        return self._logits(queries, rows, scale)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Forget digests whose store blocks are given back."""
@@ -89,6 +115,11 @@ class DigestPool:
             ``[layers, lookahead queries, query heads, n]`` float32.
         """
         rows = tuple(part[blocks].transpose(0, 1) for part in self._parts)
+        return self._logits(queries, rows, scale)
+
+    def _logits(
+        self, queries: torch.Tensor, rows: tuple[torch.Tensor, ...], scale: float
+    ) -> torch.Tensor:
         if self.kind == "minmax":
             return minmax_logits(queries, rows[0], self._mix, scale)
         return keys4_logits(queries, Keys4(*rows), scale)

@@ -54,6 +54,10 @@ class HostStore(Store):
         """Bytes of the pool, from its storage."""
         return self._pool.untyped_storage().nbytes()
 
+    def layer(self, layer: int) -> torch.Tensor:
+        """Tiles of one layer, ``[blocks, heads, block_tokens, 2 * head_dim]``: a view."""
+        return self._pool[:, layer]
+
     def reserve(self, count: int) -> list[int]:
         """Take ``count`` blocks, lowest index first on a fresh store."""
         return self._blocks.reserve(count)

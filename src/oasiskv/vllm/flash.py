@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from oasiskv.core.batch import QueryRows
 from oasiskv.vllm.runtime import current_runtime, rows_of_step
 
 
@@ -46,12 +47,10 @@ class OasisFlashMetadata(FlashAttentionMetadata):
     """vLLM's, with the requests of its rows.
 
     Args:
-        names: request id of each row; none while vLLM profiles.
-        starts: first query token of each row, and the total.
+        rows: which queries are kept; None while vLLM profiles.
     """
 
-    names: tuple[str, ...] = ()
-    starts: tuple[int, ...] = ()
+    rows: QueryRows | None = None
 
 
 class OasisFlashBuilder(FlashAttentionMetadataBuilder):
@@ -74,8 +73,11 @@ class OasisFlashBuilder(FlashAttentionMetadataBuilder):
             common = self._compact(common, names)
         built = super().build(0, common, fast_build)
         values = {field.name: getattr(built, field.name) for field in fields(built)}
-        starts = tuple(common.query_start_loc_cpu[: len(names) + 1].tolist())
-        return OasisFlashMetadata(**values, names=names, starts=starts)
+        rows = None
+        if names:
+            starts = common.query_start_loc_cpu[: len(names) + 1].tolist()
+            rows = current_runtime().batched.query_rows(names, starts)
+        return OasisFlashMetadata(**values, rows=rows)
 
     def use_cascade_attention(self, *args: Any, **settings: Any) -> bool:  # noqa: ANN401
         """No prefix is common to all rows: a sparse request reads a table of its own."""
@@ -116,12 +118,8 @@ class OasisFlashImpl(FlashAttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of one layer; shapes ``[tokens, heads, head_dim]``."""
-        if attn_metadata is not None:
-            runtime = current_runtime()
-            bounds = zip(attn_metadata.starts, attn_metadata.starts[1:], strict=False)
-            for name, (start, stop) in zip(attn_metadata.names, bounds, strict=True):
-                if stop > start:
-                    runtime.before_attention(layer.layer_name, name, query[start:stop])
+        if attn_metadata is not None and attn_metadata.rows is not None:
+            current_runtime().batched.keep_queries(layer.layer_name, query, attn_metadata.rows)
         result: torch.Tensor = super().forward(
             layer,
             query,
@@ -134,3 +132,20 @@ class OasisFlashImpl(FlashAttentionImpl):
             output_block_scale,
         )
         return result
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,  # noqa: ANN401 - vLLM's attention layer
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write new KV, once what runs aside is done with this layer.
+
+        That covers blocks given back and handed out again as well, and the slots that are read
+        next.
+        """
+        if rows_of_step(1):
+            current_runtime().batched.wait(layer.layer_name)
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)

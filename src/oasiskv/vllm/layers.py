@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,10 +15,9 @@ from oasiskv.vllm.memory import PagedKV
 from oasiskv.vllm.store import AssignedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from oasiskv.config import OasisConfig
-    from oasiskv.core.selection import Selection
     from oasiskv.vllm.shapes import ModelLayers
 
 
@@ -114,13 +114,14 @@ class SparseLayers:
         self.step_number = 0
         self._config = config
         self._block_ids = block_ids
+        self._generations = count()
 
     @property
     def running(self) -> list[WorkerRequest]:
         """Requests that go through the store and have not ended."""
         return list(self.requests.values())
 
-    def admit(self, name: str, generation: int) -> WorkerRequest:
+    def _admit(self, name: str) -> WorkerRequest:
         """A request goes through the store from now on."""
 
         def block_ids() -> list[int]:
@@ -128,7 +129,7 @@ class SparseLayers:
 
         request = WorkerRequest(
             request_id=name,
-            generation=generation,
+            generation=next(self._generations),
             kv=PagedKV(self.geometry, self.caches, self._config.sink_blocks, block_ids),
             queries=[[] for _ in self.caches],
         )
@@ -187,17 +188,43 @@ class SparseLayers:
             return None
         return request.kv.table(kv_tokens, request.residents.filled)
 
-    def after_step(self, name: str, tokens: StepTokens, transition: bool) -> Selection | None:
-        """Close blocks, go sparse, select and start transfers of one request.
+    def after_step(
+        self, steps: Mapping[str, tuple[StepTokens, bool]], observed: bool
+    ) -> dict[str, torch.Tensor | None]:
+        """Close blocks, go sparse, select and start transfers.
+
+        Args:
+            steps: by request id what the step did to it, and whether it is to go sparse if it is
+                dense and its slots are there.
+            observed: what is wanted is looked at.
+
+        Returns:
+            By request id what the next step wants, ``[layers, heads, K]``; None while dense or
+            without candidates.
+        """
+        return {name: self._after_step(name, *step) for name, step in steps.items()}
+
+    def window_start(self, name: str) -> int | None:
+        """First block of the window of a sparse request; None for one that is not."""
+        request = self.requests[name]
+        return request.kv.window_start if request.residents is not None else None
+
+    def take_news(self, name: str, store_blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """The scheduler's news of a request of this step, which is admitted if it is new.
 
         Args:
             name: request id.
-            tokens: what the step did to it.
-            transition: a dense request whose slots are there is to go sparse.
-
-        Returns:
-            What the next step wants; None while dense or without candidates.
+            store_blocks: further store blocks.
+            slots: its slots, if they are new.
         """
+        request = self.requests.get(name) or self._admit(name)
+        request.assigned.extend(store_blocks)
+        request.begin_step()
+        if slots:
+            request.kv.take_slots(slots)
+
+    def _after_step(self, name: str, tokens: StepTokens, transition: bool) -> torch.Tensor | None:
+        """Close blocks, go sparse, select and start transfers of one request."""
         request = self.requests[name]
         # Drafts may be accepted past the request's last token: it ends with this step, and the
         # scheduler has kept no room in the store for them.
@@ -214,7 +241,9 @@ class SparseLayers:
             self.tiering.advance(request, request.residents, self.step_number)
             return None
         queries, row = self._lookahead(request, tokens, forwards)
-        return self.tiering.after_step(request, queries, row, transition, self.step_number)
+        transition = transition and len(request.kv.slots) > 0
+        selection = self.tiering.after_step(request, queries, row, transition, self.step_number)
+        return None if selection is None else selection.wanted
 
     def _lookahead(
         self, request: WorkerRequest, tokens: StepTokens, forwards: int

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
 
 from oasiskv.config import OasisConfig
-from oasiskv.core.selection import Selection
 from oasiskv.errors import StateError
-from oasiskv.vllm.layers import SparseLayers, StepTokens, WorkerRequest
+from oasiskv.vllm.batch_layers import BatchLayers
+from oasiskv.vllm.layers import SparseLayers, StepTokens
 from oasiskv.vllm.messages import OasisAck, OasisMetadata
 from oasiskv.vllm.shapes import block_bytes, models_of, sparse_specs, store_capacity_blocks
 
@@ -25,21 +24,35 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
+BATCHED_ON = {"cuda"}
+"""Devices on which the requests of a step are tiered at once. Elsewhere they are one by one, which
+is what that is compared with."""
+
+
 @dataclass(frozen=True)
 class WorkerRecord:
     """What an observer sees of one request after each step that gained it tokens.
 
     Args:
-        request: the request in the target's layers, to be read only.
-        drafts: drafts that were fed.
-        accepted: tokens that the step gained.
-        selection: what the target's next step wants; None while dense or without candidates.
+        request_id: vLLM's.
+        tokens: what the step did to it.
+        wanted: blocks that the target's next step wants, ``[layers, heads, K]``, -1 for none; None
+            while dense or without candidates.
     """
 
-    request: WorkerRequest
-    drafts: list[int]
-    accepted: list[int]
-    selection: Selection | None
+    request_id: str
+    tokens: StepTokens
+    wanted: torch.Tensor | None
+
+    @property
+    def drafts(self) -> list[int]:
+        """Drafts that were fed."""
+        return self.tokens.drafts
+
+    @property
+    def accepted(self) -> list[int]:
+        """Tokens that the step gained."""
+        return self.tokens.sampled
 
 
 class Runtime:
@@ -69,23 +82,41 @@ class Runtime:
         self.config = config
         models = models_of(vllm_config, sparse_specs(cache))
         capacity = store_capacity_blocks(config, block_bytes(models))
-        self.models = [
-            SparseLayers(
-                model, config, [kv_caches[name] for name in model.names], capacity, self._block_ids
-            )
-            for model in models
-        ]
+        speculative = vllm_config.speculative_config
+        limits = {
+            "max_requests": vllm_config.scheduler_config.max_num_seqs,
+            "max_tokens": vllm_config.model_config.max_model_len,
+            "max_drafts": speculative.num_speculative_tokens if speculative is not None else 0,
+        }
+        self.models: list[SparseLayers | BatchLayers] = []
+        for model in models:
+            caches = [kv_caches[name] for name in model.names]
+            common = (model, config, caches, capacity, self._block_ids)
+            if caches[0].device.type in BATCHED_ON:
+                self.models.append(BatchLayers(*common, self.computed_before, **limits))
+            else:
+                self.models.append(SparseLayers(*common))
         self._model_of = {name: model for model in self.models for name in model.index}
         self.runner: GPUModelRunner | None = None
         self.before_step: Callable[[Runtime], None] | None = None
         self.observer: Callable[[WorkerRecord], None] | None = None
-        self._generations = count()
         self._scheduled: SchedulerOutput | None = None
 
     @property
-    def target(self) -> SparseLayers:
+    def target(self) -> SparseLayers | BatchLayers:
         """The target's sparse layers."""
         return self.models[0]
+
+    @property
+    def batched(self) -> BatchLayers:
+        """The target's sparse layers, where the requests of a step are tiered at once.
+
+        Raises:
+            StateError: they are not.
+        """
+        if not isinstance(self.target, BatchLayers):
+            raise StateError("requests are tiered one by one on this device")
+        return self.target
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:
         """Take in the scheduler's news, and wait for the transfers of the step before."""
@@ -93,17 +124,12 @@ class Runtime:
         message = scheduled.kv_connector_metadata
         if not isinstance(message, OasisMetadata):
             raise StateError(f"OasisMetadata is needed, found {type(message).__name__}")
-        generation = next(self._generations)
         for model in self.models:
             model.step_number += 1
             for name in message.dropped:
                 model.drop(name)
             for name, news in message.requests.items():
-                request = model.requests.get(name) or model.admit(name, generation)
-                request.assigned.extend(news.store_blocks)
-                request.begin_step()
-                if news.slots:
-                    request.kv.take_slots(news.slots)
+                model.take_news(name, news.store_blocks, news.slots)
             model.settle(list(message.requests))
         if self.before_step is not None:
             self.before_step(self)
@@ -126,33 +152,27 @@ class Runtime:
         if scheduled is None:
             raise StateError("after_step without begin_step")
         self._scheduled = None
-        starts: dict[str, int] = {}
+        steps = {}
         for name, index in output.req_id_to_index.items():
-            request = self.target.requests.get(name)
-            if request is not None and name in scheduled.num_scheduled_tokens:
+            if name in self.target.requests and name in scheduled.num_scheduled_tokens:
                 sampled = output.sampled_token_ids[index] if output.sampled_token_ids else []
                 tokens = StepTokens(
-                    start=self._computed_before(name),
+                    start=self.computed_before(name),
                     scheduled=scheduled.num_scheduled_tokens[name],
                     drafts=list(scheduled.scheduled_spec_decode_tokens.get(name, [])),
                     sampled=list(sampled),
                 )
-                self._after_request(request, tokens)
-                if request.residents is not None:
-                    starts[name] = request.kv.window_start
-        return OasisAck(starts)
+                past = tokens.computed > self.config.resolved_threshold_tokens
+                steps[name] = (tokens, past and bool(tokens.sampled))
+        wanted = [model.after_step(steps, self.observer is not None) for model in self.models]
+        if self.observer is not None:
+            for name, (tokens, _) in steps.items():
+                if tokens.sampled:
+                    self.observer(WorkerRecord(name, tokens, wanted[0][name]))
+        starts = {name: self.target.window_start(name) for name in steps}
+        return OasisAck({name: start for name, start in starts.items() if start is not None})
 
-    def _after_request(self, request: WorkerRequest, tokens: StepTokens) -> None:
-        past = tokens.computed > self.config.resolved_threshold_tokens
-        transition = past and bool(tokens.sampled) and len(request.kv.slots) > 0
-        selections = [
-            model.after_step(request.request_id, tokens, transition) for model in self.models
-        ]
-        if self.observer is not None and tokens.sampled:
-            record = WorkerRecord(request, tokens.drafts, tokens.sampled, selections[0])
-            self.observer(record)
-
-    def _computed_before(self, name: str) -> int:
+    def computed_before(self, name: str) -> int:
         """Tokens that were in place before this step."""
         runner = self._runner()
         index = runner.input_batch.req_id_to_index[name]

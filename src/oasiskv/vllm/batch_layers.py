@@ -1,0 +1,209 @@
+"""The target's sparse layers in a worker, all requests at once: for CUDA."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from oasiskv.core.batch import BatchRequest, BatchStep, BatchTiering, QueryRows
+from oasiskv.drafts.lookahead import lookahead_row
+from oasiskv.vllm.store import AssignedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from oasiskv.config import OasisConfig
+    from oasiskv.vllm.layers import StepTokens
+    from oasiskv.vllm.shapes import ModelLayers
+
+
+class BatchLayers:
+    """Does what ``SparseLayers`` does, for all requests of a step at once and on a stream aside.
+
+    Args:
+        layers: names and sizes.
+        config: our settings.
+        caches: vLLM's KV tensor of each layer.
+        capacity_blocks: blocks of the host store.
+        block_ids: gives vLLM's blocks of a request, by its id.
+        computed_before: gives the tokens of a request that were in place before this step.
+        max_requests: most requests at once.
+        max_tokens: longest request.
+        max_drafts: most drafts of a request in one step.
+
+    Attributes:
+        requests: by vLLM's request id.
+        step_number: of the step that runs.
+    """
+
+    def __init__(
+        self,
+        layers: ModelLayers,
+        config: OasisConfig,
+        caches: Sequence[torch.Tensor],
+        capacity_blocks: int,
+        block_ids: Callable[[str], list[int]],
+        computed_before: Callable[[str], int],
+        *,
+        max_requests: int,
+        max_tokens: int,
+        max_drafts: int,
+    ) -> None:
+        self.geometry = layers.geometry
+        self.is_draft = layers.is_draft
+        self.caches = list(caches)
+        self.index = {name: index for index, name in enumerate(layers.names)}
+        self.store = AssignedStore(self.geometry, capacity_blocks)
+        self.tiering = BatchTiering(
+            self.geometry, config, self.store, self.caches, max_requests, max_tokens, max_drafts
+        )
+        self.requests: dict[str, BatchRequest] = {}
+        self.step_number = 0
+        self._config = config
+        self._block_ids = block_ids
+        self._computed_before = computed_before
+        self._aside: torch.cuda.Stream | None = None
+        self._done: list[torch.cuda.Event] = []
+        if self.caches[0].device.type == "cuda":
+            self._aside = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                self.caches[0].device
+            )
+            self._done = [
+                torch.cuda.Event()  # type: ignore[no-untyped-call]
+                for _ in self.caches
+            ]
+
+    def take_news(self, name: str, store_blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """The scheduler's news of a request of this step, which is admitted if it is new.
+
+        Args:
+            name: request id.
+            store_blocks: further store blocks.
+            slots: its slots, if they are new.
+        """
+        request = self.requests.get(name)
+        if request is None:
+
+            def block_ids() -> list[int]:
+                return self._block_ids(name)
+
+            request = self.requests[name] = self.tiering.admit(name, block_ids)
+        request.assigned.extend(store_blocks)
+        if slots:
+            request.slots = list(slots)
+
+    def drop(self, name: str) -> None:
+        """A request has ended or was preempted."""
+        request = self.requests.pop(name, None)
+        if request is not None:
+            self.tiering.release(request)
+
+    def settle(self, names: Sequence[str]) -> None:
+        """Nothing to wait for on the host: layers wait on their stream."""
+
+    def query_rows(self, names: Sequence[str], starts: Sequence[int]) -> QueryRows:
+        """Which queries of a forward are kept.
+
+        Args:
+            names: request id of each row.
+            starts: first token of each row, and the total.
+        """
+        spans = [
+            (self.requests[name], start, stop - start, self._computed_before(name))
+            for name, start, stop in zip(names, starts, starts[1:], strict=False)
+            if name in self.requests
+        ]
+        return self.tiering.query_rows(spans)
+
+    def keep_queries(self, layer_name: str, query: torch.Tensor, rows: QueryRows) -> None:
+        """Keep queries of one layer, ``[tokens, query heads, head_dim]``, for the next step."""
+        self.tiering.keep_queries(self.index[layer_name], query, rows)
+
+    def wait(self, layer_name: str) -> None:
+        """A layer is about to write its KV: what runs aside must be done with its tensors."""
+        if self._done:
+            torch.cuda.current_stream().wait_event(self._done[self.index[layer_name]])
+
+    def before_attention(
+        self, layer_name: str, name: str, query: torch.Tensor, most_drafts: int
+    ) -> None:
+        """``wait`` and ``keep_queries`` for one request, on the CPU."""
+        rows = self.query_rows([name], [0, len(query)])
+        self.keep_queries(layer_name, query, rows)
+
+    def table(self, name: str, kv_tokens: int) -> tuple[torch.Tensor, int] | None:
+        """The compact block table of a sparse request; None for one that is not.
+
+        Args:
+            name: request id.
+            kv_tokens: tokens of the request, those of this step included.
+
+        Returns:
+            ``(int64 [blocks], tokens in them)``, on the host.
+        """
+        request = self.requests.get(name)
+        if request is None or not request.sparse:
+            return None
+        table, tokens = self.tiering.table(request, kv_tokens)
+        return torch.tensor(table, dtype=torch.int64), tokens
+
+    def after_step(
+        self, steps: Mapping[str, tuple[StepTokens, bool]], observed: bool
+    ) -> dict[str, torch.Tensor | None]:
+        """Close blocks, go sparse, select and start transfers.
+
+        Args:
+            steps: by request id what the step did to it, and whether it is to go sparse if it is
+                dense and its slots are there.
+            observed: what is wanted is looked at, which the host then waits for.
+
+        Returns:
+            By request id what the next step wants, ``[layers, heads, K]``; None while dense or
+            without candidates, or not observed.
+        """
+        batch = [self._batch_step(name, *step) for name, step in steps.items()]
+        sparse = {name for name in steps if self.requests[name].sparse}
+        wanted: list[torch.Tensor] = []
+        if self._aside is None:
+            self._run(batch, wanted if observed else None)
+        else:
+            self._aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._aside):
+                self._run(batch, wanted if observed else None)
+            if observed:
+                self._aside.synchronize()
+        found = torch.stack(wanted).cpu() if wanted else None
+        return {name: self._wanted(name, found if name in sparse else None) for name in steps}
+
+    def window_start(self, name: str) -> int | None:
+        """First block of the window of a sparse request; None for one that is not."""
+        request = self.requests[name]
+        return request.window_start if request.sparse else None
+
+    def _run(self, batch: list[BatchStep], wanted: list[torch.Tensor] | None) -> None:
+        observe = None if wanted is None else lambda _, blocks: wanted.append(blocks)
+        self.tiering.after_step(batch, self.step_number, self._layer_done, observe)
+
+    def _layer_done(self, layer: int) -> None:
+        if self._done:
+            self._done[layer].record()
+
+    def _batch_step(self, name: str, tokens: StepTokens, transition: bool) -> BatchStep:
+        request = self.requests[name]
+        ahead = 0
+        if tokens.sampled:
+            ahead = lookahead_row(self._config.lookahead, tokens.drafts, tokens.sampled)
+        return BatchStep(
+            request,
+            tokens.start,
+            tokens.computed,
+            lookahead=tokens.start + tokens.fed - 1 + ahead,
+            transition=transition and not request.sparse and bool(request.slots),
+        )
+
+    def _wanted(self, name: str, found: torch.Tensor | None) -> torch.Tensor | None:
+        request = self.requests[name]
+        if found is None or request.window_start <= self._config.sink_blocks:
+            return None
+        return found[:, request.row]
