@@ -1,4 +1,7 @@
-"""Wanted blocks and the swap plan in Triton, one program per request and KV head."""
+"""Wanted blocks and the swap plan in Triton, one program per request and KV head.
+
+Arguments of one dimension are contiguous.
+"""
 
 import torch
 import triton

@@ -1,4 +1,7 @@
-"""Block scores in Triton: logits straight from the digest pool, then softmax and mean."""
+"""Block scores in Triton: logits straight from the digest pool, then softmax and mean.
+
+Arguments of one dimension are contiguous.
+"""
 
 import torch
 import triton
