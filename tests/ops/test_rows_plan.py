@@ -156,6 +156,17 @@ def test_nan_scores_count_as_zero_and_are_counted(backend):
 
 
 @both
+def test_the_last_of_a_tie_keeps_its_slot(backend):
+    case = Case(1, 1, 6, 2, 3, None, 1.0, 0)
+    case.first[:], case.end[:] = 0, 6
+    case.candidates[:] = True
+    case.scores[:] = 0.5
+    case.resident[0, 0] = torch.tensor([2, 3])
+    case.check(backend)
+    assert plan_by_loop([0.5] * 6, 0, 6, [2, 3], [0, 0], 3, None, 1.0)[1] == [(0, 1)]
+
+
+@both
 def test_scores_of_every_size_keep_their_order(backend):
     """Denormal, huge and infinite scores, and zeros of both signs, which are a tie."""
     values = [0.0, -0.0, 1e-45, 1e-38, 1e-7, 1.0, 3e38, math.inf]

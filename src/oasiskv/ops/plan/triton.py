@@ -1,4 +1,7 @@
-"""Wanted blocks and the swap plan in Triton, one program per request and KV head."""
+"""Wanted blocks and the swap plan in Triton, one program per request and KV head.
+
+Arguments of one dimension are contiguous.
+"""
 
 import torch
 import triton
@@ -224,6 +227,8 @@ def _plan_kernel(
         block = tl.where(hit, source.to(tl.int32), block)
         keeps |= hit
         order = tl.where(hit, 0x7FFFFFFFFFFFFFFF, order)
+    # No thread may still be about to read what changes in place.
+    tl.debug_barrier()
     now = tl.load(step).to(last_wanted.dtype.element_ty)
     tl.store(last_wanted + slot, now + tl.zeros([SLOTS_PADDED], now.dtype), mask=used & keeps)
     if COMMIT:

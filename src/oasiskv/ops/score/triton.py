@@ -1,4 +1,7 @@
-"""Block scores in Triton: logits straight from the digest pool, then softmax and mean."""
+"""Block scores in Triton: logits straight from the digest pool, then softmax and mean.
+
+Arguments of one dimension are contiguous.
+"""
 
 import torch
 import triton
@@ -40,7 +43,7 @@ def minmax_scores(
         queries.stride(0), queries.stride(1), queries.stride(2),
         digests.stride(0), digests.stride(1), digests.stride(2),
         blocks.stride(0), blocks.shape[1], mix, scale / 2,
-        DIM=digests.shape[-1], DIM_PADDED=triton.next_power_of_2(digests.shape[-1]),
+        DIM=digests.shape[-1], DIM_PADDED=max(16, triton.next_power_of_2(digests.shape[-1])),
         MATH=_math_dtype(digests), TILES=_MINMAX_TILES, STAGES=_MINMAX_STAGES, **shape,
         num_warps=_MINMAX_WARPS,
     )  # fmt: skip
