@@ -99,6 +99,8 @@ class Probe:
     def _disturb(self, model):
         if isinstance(model, BatchLayers):
             known = list(model.requests.values())
+            if model.caches[0].is_cuda:
+                torch.cuda.synchronize()
             self.refetch(model.tiering, model.geometry, model.store, model.caches, known)
         else:
             self.refetch(model)

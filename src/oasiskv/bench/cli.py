@@ -12,6 +12,7 @@ from rich.table import Table
 
 from oasiskv.bench.acceptance import Passages, measure_acceptance
 from oasiskv.bench.capacity import EngineReport, Workload, measure
+from oasiskv.bench.decode import SHAPES, DecodeLoad, measure_decode
 from oasiskv.bench.ops import OpTime, measure_ops
 from oasiskv.config import OasisConfig
 from oasiskv.models.resolve import resolve_model
@@ -151,6 +152,27 @@ def ops_command(
     console.print(table)
     for name, shape in {op.name: op.shape for op in report.ops}.items():
         console.print(f"{name}: {shape}", highlight=False)
+
+
+@app.command("decode")
+def decode_command(
+    host_gib: Annotated[float, typer.Option(help="size of the host store")],
+    model: Annotated[
+        str, typer.Option(help="built-in name, folder, hub id, or llama-3.1-8b without weights")
+    ] = "llama-3.1-8b",
+    requests: Annotated[int, typer.Option(help="requests that decode at once")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(help="random tokens of each prompt")] = 16384,
+    steps: Annotated[int, typer.Option(help="timed steps", min=2)] = 128,
+    budget: Annotated[int, typer.Option(help="K: wanted tokens per step, layer, KV head")] = 2048,
+    hot: Annotated[int, typer.Option(help="S: tokens of the hot set")] = 3072,
+) -> None:
+    """Decoding speed of stock vLLM, then OasisKV, on a GPU; prints one JSON object."""
+    load = DecodeLoad(requests, prompt_tokens, steps=steps)
+    config = OasisConfig(budget_tokens=budget, hot_tokens=hot, host_gib=host_gib)
+    folder = model if model in SHAPES else resolve_model(model)
+    stock, oasis = measure_decode(load, config, folder)
+    result = {"load": asdict(load), "stock": asdict(stock), "oasis": asdict(oasis)}
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 def _or_dash(blocks: int | None) -> str:

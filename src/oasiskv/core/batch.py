@@ -24,6 +24,9 @@ from oasiskv.ops.digest.reference import Keys4
 from oasiskv.ops.score.reference import block_scores
 from oasiskv.stores.host import HostStore
 
+_MOST_PAIRS = 128
+"""Blocks that may close, or leave the window, in a step that is replayed as a graph."""
+
 
 class Ops(NamedTuple):
     """The modules whose functions run: the references, or the kernels of the same signatures."""
@@ -104,6 +107,20 @@ class QueryRows(NamedTuple):
     dest: torch.Tensor
 
 
+class _Work(NamedTuple):
+    """What the layers do after one step, on the device.
+
+    Attributes:
+        closed: int32 ``[2, n]``: engine's block and store block of blocks that close; -1 for none.
+        leaving: int32 ``[2, n]``: engine's block and slot of blocks that leave the window.
+        meta: int32 ``[5, rows]``: first and end of the candidates, slots in use, query, step.
+    """
+
+    closed: torch.Tensor
+    leaving: torch.Tensor
+    meta: torch.Tensor | None
+
+
 class BatchTiering:
     """Write-through, transition, window, selection and transfers of all requests of a step.
 
@@ -157,6 +174,10 @@ class BatchTiering:
             dtype=geometry.dtype,
             device=device,
         )
+        self._rows = max_requests
+        self._inputs: torch.Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._compiled = False
         self._free_rows = list(range(max_requests))[::-1]
         self.moved_tiles = torch.zeros((), dtype=torch.int64, device=device)
         self.nan_scores = torch.zeros(1, dtype=torch.int32, device=device)
@@ -240,24 +261,76 @@ class BatchTiering:
             if step.request.sparse:
                 moving += self._advance(step.request)
         self._note_slots(moving, number)
-        closed = self._upload([[a for a, _ in closing], [b for _, b in closing]], torch.int32)
-        left = self._upload(
-            [[r.block_ids()[b] for r, b, _ in moving], [r.slots[s] for r, _, s in moving]],
-            torch.int32,
-        )
+        leaving = [(r.block_ids()[block], r.slots[slot]) for r, block, slot in moving]
         sparse = [step for step in steps if step.request.sparse]
         fresh = [step.request for step in steps if step.transition]
         meta = self._meta(sparse, number)
+        few = max(len(closing), len(leaving)) <= _MOST_PAIRS
+        if self._device.type == "cuda" and sparse and few and not fresh and observe is None:
+            self._replay(closing, leaving, meta, layer_done)
+            return
+        work = _Work(
+            self._upload(_columns(closing), torch.int32),
+            self._upload(_columns(leaving), torch.int32),
+            self._upload(meta, torch.int32) if sparse else None,
+        )
         for layer in range(self._geometry.num_layers):
-            self._write_through(layer, *closed)
-            self._copy_within(layer, *left)
-            if sparse:
-                self._swap(layer, meta, observe)
+            self._layer(layer, work, observe)
             for request in fresh:
                 self._first_fill(layer, request, number)
             layer_done(layer)
         for request in fresh:
             request.sparse = True
+
+    def _replay(
+        self,
+        closing: Sequence[tuple[int, int]],
+        leaving: Sequence[tuple[int, int]],
+        meta: Sequence[Sequence[int]],
+        layer_done: Callable[[int], None],
+    ) -> None:
+        """All layers as one graph: launching them one by one takes longer than they run."""
+        padding = [(-1, -1)] * _MOST_PAIRS
+        pairs = [*closing, *padding[len(closing) :]], [*leaving, *padding[len(leaving) :]]
+        columns = [value for part in pairs for column in _columns(part) for value in column]
+        values = columns + [value for row in meta for value in row]
+        if self._inputs is None:
+            self._inputs = self._upload(values, torch.int32)
+        else:
+            self._inputs.copy_(self._upload(values, torch.int32))
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        sizes = [2 * _MOST_PAIRS, 2 * _MOST_PAIRS, 5 * self._rows]
+        first, second, rest = torch.split(self._inputs, sizes)
+        work = _Work(first.view(2, -1), second.view(2, -1), rest.view(5, -1))
+
+        def run() -> None:
+            for layer in range(self._geometry.num_layers):
+                self._layer(layer, work, None)
+                layer_done(layer)
+
+        if not self._compiled:
+            # The first time kernels are compiled, which a capture does not allow.
+            self._compiled = True
+            run()
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            run()
+        self._graph = graph
+        graph.replay()
+
+    def _layer(
+        self,
+        layer: int,
+        work: _Work,
+        observe: Callable[[int, torch.Tensor], None] | None,
+    ) -> None:
+        self._write_through(layer, *work.closed)
+        self._copy_within(layer, *work.leaving)
+        if work.meta is not None:
+            self._swap(layer, work.meta, observe)
 
     def _close(self, step: BatchStep) -> list[tuple[int, int]]:
         """Pairs (engine's block, store block) of blocks that are full of accepted tokens now."""
@@ -302,16 +375,16 @@ class BatchTiering:
         self.resident[:, places[0], :, places[1]] = blocks[:, None]
         self.last_wanted[:, places[0], :, places[1]] = number
 
-    def _meta(self, sparse: Sequence[BatchStep], number: int) -> torch.Tensor:
-        """int32 ``[5, rows]``: first and end of the candidates, slots in use, query, step."""
-        rows = len(self.slots)
+    def _meta(self, sparse: Sequence[BatchStep], number: int) -> list[list[int]]:
+        """By row: first and end of the candidates, slots in use, query, step."""
+        rows = self._rows
         first, end, used, query = [0] * rows, [0] * rows, [0] * rows, [0] * rows
         for step in sparse:
             row = step.request.row
             first[row], end[row] = self._config.sink_blocks, step.request.window_start
             used[row] = step.request.filled
             query[row] = step.lookahead % self._ring_tokens
-        return self._upload([first, end, used, query, [number] * rows], torch.int32)
+        return [first, end, used, query, [number] * rows]
 
     def _write_through(self, layer: int, blocks: torch.Tensor, store_blocks: torch.Tensor) -> None:
         if not len(blocks):
@@ -435,3 +508,7 @@ class BatchTiering:
             return host
         # From pinned memory the host need not wait for the copy.
         return host.pin_memory().to(self._device, non_blocking=True)
+
+
+def _columns(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
+    return [[first for first, _ in pairs], [second for _, second in pairs]]

@@ -63,6 +63,7 @@ class BatchLayers:
         self._config = config
         self._block_ids = block_ids
         self._computed_before = computed_before
+        # External: recorded within a graph, waited for outside.
         self._aside: torch.cuda.Stream | None = None
         self._done: list[torch.cuda.Event] = []
         if self.caches[0].device.type == "cuda":
@@ -70,7 +71,7 @@ class BatchLayers:
                 self.caches[0].device
             )
             self._done = [
-                torch.cuda.Event()  # type: ignore[no-untyped-call]
+                torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
                 for _ in self.caches
             ]
 

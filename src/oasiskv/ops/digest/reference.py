@@ -77,7 +77,9 @@ def build_keys4(tiles: Tensor) -> Keys4:
     keys = keys.to(torch.float32)
     low = keys.amin(-2).clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
     high = keys.amax(-2).clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
-    scale_zero = torch.stack([(high - low) / 15, low], dim=-2).to(torch.float16)
+    # A tensor, for CUDA divides by a number by multiplying with its inverse.
+    levels = torch.full_like(high, 15)
+    scale_zero = torch.stack([(high - low) / levels, low], dim=-2).to(torch.float16)
     scale, zero = scale_zero.to(torch.float32).unsqueeze(-2).unbind(-3)
     # In place: fresh memory for every operation costs a CPU more than the arithmetic.
     steps = (keys - zero).div_(scale).add_(0.5).floor_().clamp_(0, 15)

@@ -190,6 +190,12 @@ def _minmax_logits_kernel(
 
 
 @triton.jit
+def _small_ints(codes):
+    """Integers below 1,024 as float16: 1,024 + n has n in its lowest bits. Conversion is slower."""
+    return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
+
+
+@triton.jit
 def _keys4_logits_kernel(
     queries, lookahead, codes, scale_zero, blocks, first, end, logits,
     query_row, query_place, query_head,
@@ -242,8 +248,8 @@ def _keys4_logits_kernel(
         at = codes + digest[:, None] * codes_row + head * codes_head + channel[None, :]
         for token in tl.range(0, TOKENS, num_stages=STAGES):
             code = tl.load(at + token * codes_token, mask=mask, other=0)
-            low = (code & 15).to(tl.float16) * low_scale
-            high = (code >> 4).to(tl.float16) * high_scale
+            low = _small_ints(code & 15) * low_scale
+            high = _small_ints(code >> 4) * high_scale
             logit = tl.dot(low, low_main)
             logit = tl.dot(high, high_main, logit)
             if SPLIT:
