@@ -100,6 +100,7 @@ def test_forced_refetch_gives_stock_vllms_output(folder, stock, args):
         assert difference < NOISE
         assert len(probe.sparse) == len(PROMPTS)
         assert probe.refetch.fetched_bytes > 0
-        assert probe.runtime.target.tiering._graph is not None
-        assert int(probe.runtime.target.tiering.nan_scores) == 0
+        tiering = probe.runtime.target.tiering
+        assert tiering.graph is not None
+        assert int(tiering.state.nan_scores) == 0
         probe.assert_all_back()

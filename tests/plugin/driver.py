@@ -54,4 +54,4 @@ class Driver:
         greedy(self.probe.llm, [[1]], 1)
         self.probe.assert_all_back()
         for part in self.probe.runtime.models:
-            assert not part.tiering.digests.rows_used
+            assert not part.digests.rows_used

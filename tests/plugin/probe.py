@@ -146,7 +146,7 @@ class Probe:
             left = set(model.requests) - set(self.state.dropped)
             assert not left
             rows = sum(len(request.store_blocks) for request in model.requests.values())
-            assert model.tiering.digests.rows_used == rows
+            assert model.digests.rows_used == rows
             if isinstance(model, SparseLayers):
                 assert not model.tiering.draining
 

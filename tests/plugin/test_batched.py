@@ -82,4 +82,4 @@ def test_abort(tiny_folder, model, steps):
         assert set(driver.done) == {"other"}
         driver.assert_right_and_all_back(model)
         target = probe.runtime.target
-        assert len(set(target.tiering._free_rows)) == 8 - len(target.requests)
+        assert len(set(target.tiering.free_rows)) == 8 - len(target.requests)

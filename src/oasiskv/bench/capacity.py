@@ -248,7 +248,7 @@ def _run(
 
             for model in current_runtime().models:
                 report.store_bytes += model.store.nbytes
-                report.digest_bytes += model.tiering.digests.nbytes
+                report.digest_bytes += model.digests.nbytes
     finally:
         engine.engine_core.shutdown()
     return report

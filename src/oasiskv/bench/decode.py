@@ -165,4 +165,4 @@ def _moved_bytes(engine_args: dict[str, Any]) -> int:
     from oasiskv.vllm.runtime import current_runtime
 
     target = current_runtime().batched
-    return int(target.tiering.moved_tiles) * target.geometry.tile_bytes
+    return int(target.tiering.state.moved_tiles) * target.geometry.tile_bytes

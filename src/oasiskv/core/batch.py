@@ -1,46 +1,28 @@
-"""Tiering of all sparse requests of a step at once: state on the device, no synchronisation.
+"""Tiering of all requests of a step at once, without waiting for the device.
 
 What ``Tiering`` does request by request, for a GPU: one call of each op per layer, whatever the
-number of requests. Each request has a row of the state; rows without a request are skipped. The
-host knows everything but which block is in which slot, which the plan decides on the device.
+number of requests. The host knows everything but which block is in which slot, which the plan
+decides on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from oasiskv.config import OasisConfig
-from oasiskv.core.digests import DigestPool
+from oasiskv.core.batch_layer import FirstFill, LayerState, Observer, StepWork
 from oasiskv.core.geometry import KVGeometry
 from oasiskv.core.tiering import LATEST_QUERIES
 from oasiskv.errors import StateError
-from oasiskv.ops.digest.reference import Keys4
-from oasiskv.ops.score.reference import block_scores
 from oasiskv.stores.host import HostStore
 
-_MOST_PAIRS = 128
-"""Blocks that may close, or leave the window, in a step that is replayed as a graph."""
-
-
-class Ops(NamedTuple):
-    """The modules whose functions run: the references, or the kernels of the same signatures."""
-
-    digest: ModuleType
-    score: ModuleType
-    plan: ModuleType
-    gather: ModuleType
-
-
-def ops_on(device: torch.device) -> Ops:
-    """Kernels on CUDA, references elsewhere."""
-    form = "triton" if device.type == "cuda" else "reference"
-    return Ops(*(import_module(f"oasiskv.ops.{op}.{form}") for op in Ops._fields))
+_FEW_PAIRS = 128
+"""Blocks that may close, or leave the window, in a step that is replayed as a graph. More are
+padded to a multiple of this as well, so that kernels are compiled for few shapes."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -107,20 +89,6 @@ class QueryRows(NamedTuple):
     dest: torch.Tensor
 
 
-class _Work(NamedTuple):
-    """What the layers do after one step, on the device.
-
-    Attributes:
-        closed: int32 ``[2, n]``: engine's block and store block of blocks that close; -1 for none.
-        leaving: int32 ``[2, n]``: engine's block and slot of blocks that leave the window.
-        meta: int32 ``[5, rows]``: first and end of the candidates, slots in use, query, step.
-    """
-
-    closed: torch.Tensor
-    leaving: torch.Tensor
-    meta: torch.Tensor | None
-
-
 class BatchTiering:
     """Write-through, transition, window, selection and transfers of all requests of a step.
 
@@ -129,17 +97,14 @@ class BatchTiering:
         config: settings.
         store: where closed blocks go.
         caches: the engine's KV tensor of each layer, ``[blocks, H, block_tokens, 2 * head_dim]``.
-        max_requests: rows of the state.
+        max_requests: most requests at once.
         max_tokens: longest request.
         max_drafts: most drafts of a request in one step.
 
     Attributes:
-        resident: int32 ``[layers, rows, H, slots]``, block in each slot, -1 for none.
-        last_wanted: int32 of the same shape, step that last wanted it, -1 for none.
-        store_index: int32 ``[rows, blocks]``, store block of each closed block of a request.
-        slots: int32 ``[rows, slots]``, the engine's block of each slot of a request.
-        moved_tiles: int64, no dimension: tiles fetched by swap plans so far, on the device.
-        nan_scores: int32 ``[1]``: scores of candidates that were NaN so far, on the device.
+        state: of all requests, on the device.
+        free_rows: rows of it that no request has.
+        graph: the layers of a step, once captured; None before, and off CUDA.
     """
 
     def __init__(
@@ -152,35 +117,18 @@ class BatchTiering:
         max_tokens: int,
         max_drafts: int,
     ) -> None:
-        device = caches[0].device
-        self._geometry, self._config, self._store = geometry, config, store
-        self._caches, self._device = list(caches), device
-        self._ops = ops_on(device)
-        self.digests = DigestPool(
-            geometry, store.capacity_blocks, config.digest, config.minmax_mix, device
-        )
-        self._scale = geometry.head_dim**-0.5
-        layers, heads, slots = geometry.num_layers, geometry.num_kv_heads, config.hot_blocks
-        blocks = geometry.blocks_for(max_tokens)
-        self.resident = self._none(layers, max_requests, heads, slots)
-        self.last_wanted = self._none(layers, max_requests, heads, slots)
-        self.store_index = self._none(max_requests, blocks)
-        self.slots = self._none(max_requests, slots)
-        # Queries by position, modulo its length: the latest ones survive rejected drafts.
+        self._geometry, self._config = geometry, config
+        self._device = caches[0].device
+        # By position, modulo its length: the latest queries survive rejected drafts.
         self._ring_tokens = LATEST_QUERIES + max_drafts
-        shape = (layers, max_requests, self._ring_tokens)
-        self._ring = torch.empty(
-            (*shape, geometry.num_query_heads, geometry.head_dim),
-            dtype=geometry.dtype,
-            device=device,
+        self.state = LayerState(
+            geometry, config, store, caches, max_requests, max_tokens, self._ring_tokens
         )
         self._rows = max_requests
+        self.free_rows = list(range(max_requests))[::-1]
+        self.graph: torch.cuda.CUDAGraph | None = None
         self._inputs: torch.Tensor | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._compiled = False
-        self._free_rows = list(range(max_requests))[::-1]
-        self.moved_tiles = torch.zeros((), dtype=torch.int64, device=device)
-        self.nan_scores = torch.zeros(1, dtype=torch.int32, device=device)
+        self._warm_up()
 
     def admit(self, request_id: str, block_ids: Callable[[], Sequence[int]]) -> BatchRequest:
         """Give a request a row.
@@ -192,16 +140,16 @@ class BatchTiering:
         Raises:
             StateError: all rows are taken.
         """
-        if not self._free_rows:
+        if not self.free_rows:
             raise StateError(f"no row is free for request {request_id}")
-        row = self._free_rows.pop()
+        row = self.free_rows.pop()
         return BatchRequest(request_id=request_id, row=row, block_ids=block_ids)
 
     def release(self, request: BatchRequest) -> None:
         """An ended request gives its row and its digests back."""
-        self.digests.release(request.store_blocks)
+        self.state.digests.release(request.store_blocks)
         request.store_blocks = []
-        self._free_rows.append(request.row)
+        self.free_rows.append(request.row)
 
     def query_rows(self, spans: Sequence[tuple[BatchRequest, int, int, int]]) -> QueryRows:
         """Which queries of a forward to keep: the latest of each request.
@@ -212,15 +160,16 @@ class BatchTiering:
         """
         source, dest = [], []
         for request, start, count, position in spans:
+            row = request.row * self._ring_tokens
             for index in range(max(0, count - self._ring_tokens), count):
                 source.append(start + index)
-                dest.append(self._place(request, position + index))
+                dest.append(row + (position + index) % self._ring_tokens)
         both = self._upload([source, dest], torch.int64)
         return QueryRows(both[0], both[1])
 
     def keep_queries(self, layer: int, query: torch.Tensor, rows: QueryRows) -> None:
         """Keep queries of one layer, ``[tokens, query heads, head_dim]``."""
-        ring = self._ring[layer].flatten(0, 1)
+        ring = self.state.ring[layer].flatten(0, 1)
         ring.index_copy_(0, rows.dest, query.index_select(0, rows.source))
 
     def table(self, request: BatchRequest, tokens: int) -> tuple[list[int], int]:
@@ -245,7 +194,7 @@ class BatchTiering:
         steps: Sequence[BatchStep],
         number: int,
         layer_done: Callable[[int], None],
-        observe: Callable[[int, torch.Tensor], None] | None = None,
+        observe: Observer | None = None,
     ) -> None:
         """Everything between two forwards, enqueued on the current stream.
 
@@ -253,84 +202,58 @@ class BatchTiering:
             steps: what the step did to each request.
             number: of the step.
             layer_done: called after a layer's last op: what it reads may be written from there on.
-            observe: called with a layer and its wanted blocks, ``[rows, H, K]``.
+            observe: looks at what is wanted.
         """
         closing = [pair for step in steps for pair in self._close(step)]
-        moving: list[tuple[BatchRequest, int, int]] = []
-        for step in steps:
-            if step.request.sparse:
-                moving += self._advance(step.request)
+        sparse = [step for step in steps if step.request.sparse]
+        moving = [place for step in sparse for place in self._advance(step.request)]
         self._note_slots(moving, number)
         leaving = [(r.block_ids()[block], r.slots[slot]) for r, block, slot in moving]
-        sparse = [step for step in steps if step.request.sparse]
         fresh = [step.request for step in steps if step.transition]
         meta = self._meta(sparse, number)
-        few = max(len(closing), len(leaving)) <= _MOST_PAIRS
+        few = max(len(closing), len(leaving)) <= _FEW_PAIRS
         if self._device.type == "cuda" and sparse and few and not fresh and observe is None:
-            self._replay(closing, leaving, meta, layer_done)
+            self._replay(_columns(closing) + _columns(leaving) + meta, layer_done)
             return
-        work = _Work(
+        work = StepWork(
             self._upload(_columns(closing), torch.int32),
             self._upload(_columns(leaving), torch.int32),
             self._upload(meta, torch.int32) if sparse else None,
         )
+        fills = [self._go_sparse(request, number) for request in fresh]
         for layer in range(self._geometry.num_layers):
-            self._layer(layer, work, observe)
-            for request in fresh:
-                self._first_fill(layer, request, number)
+            self.state.run(layer, work, observe)
+            for fill in fills:
+                self.state.first_fill(layer, fill)
             layer_done(layer)
-        for request in fresh:
-            request.sparse = True
 
-    def _replay(
-        self,
-        closing: Sequence[tuple[int, int]],
-        leaving: Sequence[tuple[int, int]],
-        meta: Sequence[Sequence[int]],
-        layer_done: Callable[[int], None],
-    ) -> None:
+    def _replay(self, values: Sequence[Sequence[int]], layer_done: Callable[[int], None]) -> None:
         """All layers as one graph: launching them one by one takes longer than they run."""
-        padding = [(-1, -1)] * _MOST_PAIRS
-        pairs = [*closing, *padding[len(closing) :]], [*leaving, *padding[len(leaving) :]]
-        columns = [value for part in pairs for column in _columns(part) for value in column]
-        values = columns + [value for row in meta for value in row]
+        flat = self._upload([value for column in values for value in column], torch.int32)
         if self._inputs is None:
-            self._inputs = self._upload(values, torch.int32)
-        else:
-            self._inputs.copy_(self._upload(values, torch.int32))
-        if self._graph is not None:
-            self._graph.replay()
+            self._inputs = flat.clone()
+        self._inputs.copy_(flat)
+        if self.graph is None:
+            pairs = 2 * _FEW_PAIRS
+            closed, leaving, meta = self._inputs.split([pairs, pairs, 5 * self._rows])  # type: ignore[no-untyped-call]
+            work = StepWork(closed.view(2, -1), leaving.view(2, -1), meta.view(5, -1))
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                for layer in range(self._geometry.num_layers):
+                    self.state.run(layer, work, None)
+                    layer_done(layer)
+        self.graph.replay()
+
+    def _warm_up(self) -> None:
+        """Run every op on nothing, so that kernels are compiled before the first request."""
+        if self._device.type != "cuda":
             return
-        sizes = [2 * _MOST_PAIRS, 2 * _MOST_PAIRS, 5 * self._rows]
-        first, second, rest = torch.split(self._inputs, sizes)
-        work = _Work(first.view(2, -1), second.view(2, -1), rest.view(5, -1))
-
-        def run() -> None:
-            for layer in range(self._geometry.num_layers):
-                self._layer(layer, work, None)
-                layer_done(layer)
-
-        if not self._compiled:
-            # The first time kernels are compiled, which a capture does not allow.
-            self._compiled = True
-            run()
-            return
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            run()
-        self._graph = graph
-        graph.replay()
-
-    def _layer(
-        self,
-        layer: int,
-        work: _Work,
-        observe: Callable[[int, torch.Tensor], None] | None,
-    ) -> None:
-        self._write_through(layer, *work.closed)
-        self._copy_within(layer, *work.leaving)
-        if work.meta is not None:
-            self._swap(layer, work.meta, observe)
+        nothing = torch.full((2, 2 * _FEW_PAIRS), -1, dtype=torch.int32, device=self._device)
+        meta = torch.zeros((5, self._rows), dtype=torch.int32, device=self._device)
+        for width in (_FEW_PAIRS, 2 * _FEW_PAIRS):
+            pairs = nothing[:, :width].contiguous()
+            self.state.run(0, StepWork(pairs, pairs, meta), None)
+        torch.cuda.synchronize()
 
     def _close(self, step: BatchStep) -> list[tuple[int, int]]:
         """Pairs (engine's block, store block) of blocks that are full of accepted tokens now."""
@@ -348,8 +271,8 @@ class BatchTiering:
             return []
         new, request.assigned = request.assigned[: end - first], request.assigned[end - first :]
         request.store_blocks += new
-        self.digests.claim(new)
-        self.store_index[request.row, first:end] = self._upload(new, torch.int32)
+        self.state.digests.claim(new)
+        self.state.store_index[request.row, first:end] = self._upload(new, torch.int32)
         return list(zip(request.block_ids()[first:end], new, strict=True))
 
     def _advance(self, request: BatchRequest) -> list[tuple[BatchRequest, int, int]]:
@@ -368,12 +291,33 @@ class BatchTiering:
     def _note_slots(self, moving: Sequence[tuple[BatchRequest, int, int]], number: int) -> None:
         if not moving:
             return
-        places = self._upload([[r.row for r, _, _ in moving], [s for _, _, s in moving]])
-        blocks = self._upload([b for _, b, _ in moving], torch.int32)[:, None].expand(
-            -1, self._geometry.num_kv_heads
+        rows, slots = self._upload([[r.row for r, _, _ in moving], [s for _, _, s in moving]])
+        blocks = self._upload([b for _, b, _ in moving], torch.int32)
+        self.state.resident[:, rows, :, slots] = blocks[:, None, None]
+        self.state.last_wanted[:, rows, :, slots] = number
+
+    def _go_sparse(self, request: BatchRequest, number: int) -> FirstFill:
+        """The transition of one request, but for what its layers do."""
+        closed = request.computed // self._geometry.block_tokens
+        request.sparse = True
+        request.window_start = max(0, closed - self._config.window_blocks)
+        request.num_sinks = min(self._config.sink_blocks, request.window_start)
+        request.filled = min(len(request.slots), request.window_start - request.num_sinks)
+        state = self.state
+        state.slots[request.row] = self._upload(request.slots, torch.int32)
+        state.resident[:, request.row] = -1
+        state.last_wanted[:, request.row] = -1
+        earliest = max(request.first or 0, request.computed - LATEST_QUERIES)
+        places = [p % self._ring_tokens for p in range(earliest, request.computed)]
+        return FirstFill(
+            row=request.row,
+            first=request.num_sinks,
+            end=request.window_start,
+            filled=request.filled,
+            places=self._upload(places),
+            blocks=self._upload([list(request.block_ids())], torch.int32),
+            number=number,
         )
-        self.resident[:, places[0], :, places[1]] = blocks[:, None]
-        self.last_wanted[:, places[0], :, places[1]] = number
 
     def _meta(self, sparse: Sequence[BatchStep], number: int) -> list[list[int]]:
         """By row: first and end of the candidates, slots in use, query, step."""
@@ -386,129 +330,18 @@ class BatchTiering:
             query[row] = step.lookahead % self._ring_tokens
         return [first, end, used, query, [number] * rows]
 
-    def _write_through(self, layer: int, blocks: torch.Tensor, store_blocks: torch.Tensor) -> None:
-        if not len(blocks):
-            return
-        cache, digests = self._caches[layer], self.digests.layer(layer)
-        if isinstance(digests, Keys4):
-            self._ops.digest.write_keys4(cache, blocks, digests, store_blocks)
-        else:
-            self._ops.digest.write_minmax(cache, blocks, digests, store_blocks)
-        self._gather(cache, blocks, self._store.layer(layer), store_blocks)
-
-    def _copy_within(self, layer: int, blocks: torch.Tensor, slots: torch.Tensor) -> None:
-        if len(blocks):
-            self._gather(self._caches[layer], blocks, self._caches[layer], slots)
-
-    def _gather(
-        self, source: torch.Tensor, blocks: torch.Tensor, dest: torch.Tensor, to: torch.Tensor
-    ) -> None:
-        """Whole blocks, all KV heads."""
-        heads = self._geometry.num_kv_heads
-        self._ops.gather.gather_rows(
-            source, blocks.expand(1, heads, -1), dest, to.expand(1, heads, -1)
-        )
-
-    def _scores(
-        self, layer: int, first: torch.Tensor, end: torch.Tensor, query: torch.Tensor
-    ) -> torch.Tensor:
-        digests = self.digests.layer(layer)
-        where = (self.store_index, first, end)
-        if isinstance(digests, Keys4):
-            scores = self._ops.score.keys4_scores(
-                self._ring[layer], query, digests, *where, self._scale
-            )
-        else:
-            scores = self._ops.score.minmax_scores(
-                self._ring[layer], query, digests, *where, self._config.minmax_mix, self._scale
-            )
-        return torch.as_tensor(scores)
-
-    def _swap(
-        self,
-        layer: int,
-        meta: torch.Tensor,
-        observe: Callable[[int, torch.Tensor], None] | None,
-    ) -> None:
-        """Score, plan and transfer of one layer, for all sparse requests."""
-        first, end, used, query, step = meta
-        plan = self._ops.plan.plan_rows(
-            self._scores(layer, first, end, query),
-            first,
-            end,
-            self.resident[layer],
-            self.last_wanted[layer],
-            used,
-            step[:1],
-            self.nan_scores,
-            budget=self._config.budget_blocks,
-            cap=self._config.cap_blocks,
-            hysteresis=self._config.hysteresis,
-            commit=True,
-        )
-        self.moved_tiles += self._ops.gather.gather_rows(
-            self._store.layer(layer),
-            plan.sources,
-            self._caches[layer],
-            plan.victims,
-            self.store_index,
-            self.slots,
-        )
-        if observe is not None:
-            observe(layer, plan.wanted)
-
-    def _first_fill(self, layer: int, request: BatchRequest, number: int) -> None:
-        """The transition of one layer: the latest queries choose, tiles go from HBM to slots."""
-        config, size = self._config, self._geometry.block_tokens
-        if layer == 0:
-            request.window_start = max(0, request.computed // size - config.window_blocks)
-            request.num_sinks = min(config.sink_blocks, request.window_start)
-            request.filled = min(len(request.slots), request.window_start - request.num_sinks)
-            self.slots[request.row] = self._upload(request.slots, torch.int32)
-            self.resident[:, request.row] = -1
-            self.last_wanted[:, request.row] = -1
-        if not request.filled:
-            return
-        earliest = max(request.first or 0, request.computed - LATEST_QUERIES)
-        places = [p % self._ring_tokens for p in range(earliest, request.computed)]
-        queries = self._ring[layer, request.row].index_select(0, self._upload(places))[None]
-        candidates = self.store_index[request.row, request.num_sinks : request.window_start]
-        logits = self.digests.layer_logits(layer, queries, candidates.long(), self._scale)
-        mask = torch.ones(1, len(candidates), dtype=torch.bool, device=self._device)
-        scores = block_scores(logits, mask, self._geometry.num_kv_heads)[0]
-        order = scores.sort(dim=-1, descending=True, stable=True).indices[:, : request.filled]
-        # The least wanted first, so that among equally old slots the worst goes first.
-        chosen = order.flip(-1) + request.num_sinks
-        rank = torch.arange(request.filled - 1, -1, -1, device=self._device)
-        self.resident[layer, request.row, :, : request.filled] = chosen.int()
-        wanted = torch.where(rank < config.budget_blocks, number, -1).int()
-        self.last_wanted[layer, request.row, :, : request.filled] = wanted
-        blocks = self._upload(list(request.block_ids()), torch.int32)
-        slots = torch.arange(request.filled, device=self._device).expand(1, len(chosen), -1)
-        self._ops.gather.gather_rows(
-            self._caches[layer],
-            chosen[None],
-            self._caches[layer],
-            slots,
-            blocks[None],
-            self.slots[request.row : request.row + 1],
-        )
-
-    def _none(self, *shape: int) -> torch.Tensor:
-        return torch.full(shape, -1, dtype=torch.int32, device=self._device)
-
-    def _place(self, request: BatchRequest, position: int) -> int:
-        return request.row * self._ring_tokens + position % self._ring_tokens
-
     def _upload(
         self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int64
     ) -> torch.Tensor:
-        host = torch.tensor(values, dtype=dtype)
         if self._device.type != "cuda":
-            return host
+            return torch.tensor(values, dtype=dtype)
         # From pinned memory the host need not wait for the copy.
-        return host.pin_memory().to(self._device, non_blocking=True)
+        return torch.tensor(values, dtype=dtype, pin_memory=True).to(
+            self._device, non_blocking=True
+        )
 
 
 def _columns(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
-    return [[first for first, _ in pairs], [second for _, second in pairs]]
+    """Both columns, padded with -1 to a multiple of ``_FEW_PAIRS``, at least one."""
+    padding = [-1] * (-len(pairs) % _FEW_PAIRS if pairs else _FEW_PAIRS)
+    return [[a for a, _ in pairs] + padding, [b for _, b in pairs] + padding]

@@ -54,13 +54,13 @@ class BatchRefetch:
                 shuffled = torch.rand(shape, generator=self._generator).argsort(dim=-1)
                 victims = shuffled[:, :count].to(cache.device)
                 order = victims[:, torch.randperm(count, generator=self._generator)]
-                resident = tiering.resident[layer, request.row]
-                last_wanted = tiering.last_wanted[layer, request.row]
+                resident = tiering.state.resident[layer, request.row]
+                last_wanted = tiering.state.last_wanted[layer, request.row]
                 blocks, ages = resident.gather(-1, order), last_wanted.gather(-1, order)
-                slots = tiering.slots[request.row][victims].long()
+                slots = tiering.state.slots[request.row][victims].long()
                 heads = torch.arange(len(slots), device=cache.device)[:, None]
                 cache[slots, heads] = float("nan")
-                sources = tiering.store_index[request.row][blocks.long()].long()
+                sources = tiering.state.store_index[request.row][blocks.long()].long()
                 self.fetched_bytes += gather_tiles(store.layer(layer), sources, cache, slots)
                 resident.scatter_(-1, victims, blocks)
                 last_wanted.scatter_(-1, victims, ages)

@@ -33,6 +33,7 @@ class BatchLayers:
         max_drafts: most drafts of a request in one step.
 
     Attributes:
+        digests: of the store's blocks.
         requests: by vLLM's request id.
         step_number: of the step that runs.
     """
@@ -58,6 +59,7 @@ class BatchLayers:
         self.tiering = BatchTiering(
             self.geometry, config, self.store, self.caches, max_requests, max_tokens, max_drafts
         )
+        self.digests = self.tiering.state.digests
         self.requests: dict[str, BatchRequest] = {}
         self.step_number = 0
         self._config = config

@@ -92,6 +92,7 @@ class SparseLayers:
         block_ids: gives vLLM's blocks of a request, by its id.
 
     Attributes:
+        digests: of the store's blocks.
         requests: by vLLM's request id.
         step_number: of the step that runs.
     """
@@ -110,6 +111,7 @@ class SparseLayers:
         self.index = {name: index for index, name in enumerate(layers.names)}
         self.store = AssignedStore(self.geometry, capacity_blocks)
         self.tiering = Tiering(self.geometry, config, self.store, self.caches[0].device)
+        self.digests = self.tiering.digests
         self.requests: dict[str, WorkerRequest] = {}
         self.step_number = 0
         self._config = config
