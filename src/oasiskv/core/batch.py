@@ -164,7 +164,7 @@ class BatchTiering:
             for index in range(max(0, count - self._ring_tokens), count):
                 source.append(start + index)
                 dest.append(row + (position + index) % self._ring_tokens)
-        both = self._upload([source, dest], torch.int64)
+        both = self.upload([source, dest], torch.int64)
         return QueryRows(both[0], both[1])
 
     def keep_queries(self, layer: int, query: torch.Tensor, rows: QueryRows) -> None:
@@ -216,9 +216,9 @@ class BatchTiering:
             self._replay(_columns(closing) + _columns(leaving) + meta, layer_done)
             return
         work = StepWork(
-            self._upload(_columns(closing), torch.int32),
-            self._upload(_columns(leaving), torch.int32),
-            self._upload(meta, torch.int32) if sparse else None,
+            self.upload(_columns(closing), torch.int32),
+            self.upload(_columns(leaving), torch.int32),
+            self.upload(meta, torch.int32) if sparse else None,
         )
         fills = [self._go_sparse(request, number) for request in fresh]
         for layer in range(self._geometry.num_layers):
@@ -229,7 +229,7 @@ class BatchTiering:
 
     def _replay(self, values: Sequence[Sequence[int]], layer_done: Callable[[int], None]) -> None:
         """All layers as one graph: launching them one by one takes longer than they run."""
-        flat = self._upload([value for column in values for value in column], torch.int32)
+        flat = self.upload([value for column in values for value in column], torch.int32)
         if self._inputs is None:
             self._inputs = flat.clone()
         self._inputs.copy_(flat)
@@ -272,7 +272,7 @@ class BatchTiering:
         new, request.assigned = request.assigned[: end - first], request.assigned[end - first :]
         request.store_blocks += new
         self.state.digests.claim(new)
-        self.state.store_index[request.row, first:end] = self._upload(new, torch.int32)
+        self.state.store_index[request.row, first:end] = self.upload(new, torch.int32)
         return list(zip(request.block_ids()[first:end], new, strict=True))
 
     def _advance(self, request: BatchRequest) -> list[tuple[BatchRequest, int, int]]:
@@ -291,8 +291,8 @@ class BatchTiering:
     def _note_slots(self, moving: Sequence[tuple[BatchRequest, int, int]], number: int) -> None:
         if not moving:
             return
-        rows, slots = self._upload([[r.row for r, _, _ in moving], [s for _, _, s in moving]])
-        blocks = self._upload([b for _, b, _ in moving], torch.int32)
+        rows, slots = self.upload([[r.row for r, _, _ in moving], [s for _, _, s in moving]])
+        blocks = self.upload([b for _, b, _ in moving], torch.int32)
         self.state.resident[:, rows, :, slots] = blocks[:, None, None]
         self.state.last_wanted[:, rows, :, slots] = number
 
@@ -304,7 +304,7 @@ class BatchTiering:
         request.num_sinks = min(self._config.sink_blocks, request.window_start)
         request.filled = min(len(request.slots), request.window_start - request.num_sinks)
         state = self.state
-        state.slots[request.row] = self._upload(request.slots, torch.int32)
+        state.slots[request.row] = self.upload(request.slots, torch.int32)
         state.resident[:, request.row] = -1
         state.last_wanted[:, request.row] = -1
         earliest = max(request.first or 0, request.computed - LATEST_QUERIES)
@@ -314,8 +314,8 @@ class BatchTiering:
             first=request.num_sinks,
             end=request.window_start,
             filled=request.filled,
-            places=self._upload(places),
-            blocks=self._upload([list(request.block_ids())], torch.int32),
+            places=self.upload(places),
+            blocks=self.upload([list(request.block_ids())], torch.int32),
             number=number,
         )
 
@@ -330,9 +330,10 @@ class BatchTiering:
             query[row] = step.lookahead % self._ring_tokens
         return [first, end, used, query, [number] * rows]
 
-    def _upload(
+    def upload(
         self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int64
     ) -> torch.Tensor:
+        """Integers to the device, on the current stream."""
         if self._device.type != "cuda":
             return torch.tensor(values, dtype=dtype)
         # From pinned memory the host need not wait for the copy.

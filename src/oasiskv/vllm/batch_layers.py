@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,6 +16,22 @@ if TYPE_CHECKING:
     from oasiskv.config import OasisConfig
     from oasiskv.vllm.layers import StepTokens
     from oasiskv.vllm.shapes import ModelLayers
+
+
+class CompactTables(NamedTuple):
+    """Block tables of the sparse requests of a forward.
+
+    Attributes:
+        rows: int64 ``[n]``, their rows of the batch.
+        tables: int32 ``[n, blocks]``: sink, filled slots, window; padded with anything.
+        kv_tokens: int32 ``[n]``, tokens in them.
+        longest: most tokens that any row of the batch attends to.
+    """
+
+    rows: torch.Tensor
+    tables: torch.Tensor
+    kv_tokens: torch.Tensor
+    longest: int
 
 
 class BatchLayers:
@@ -150,6 +166,35 @@ class BatchLayers:
             return None
         table, tokens = self.tiering.table(request, kv_tokens)
         return torch.tensor(table, dtype=torch.int64), tokens
+
+    def compact(self, names: Sequence[str], starts: Sequence[int]) -> CompactTables | None:
+        """Compact block tables of the sparse requests of a forward; None where all are dense.
+
+        Args:
+            names: request id of each row.
+            starts: first token of each row, and the total.
+        """
+        rows, tables, lengths, longest = [], [], [], 0
+        for row, name in enumerate(names):
+            tokens = self._computed_before(name) + starts[row + 1] - starts[row]
+            request = self.requests.get(name)
+            if request is not None and request.sparse:
+                table, tokens = self.tiering.table(request, tokens)
+                rows.append(row)
+                tables.append(table)
+                lengths.append(tokens)
+            longest = max(longest, tokens)
+        if not rows:
+            return None
+        width = max(map(len, tables))
+        padded = [[*table, *[0] * (width - len(table))] for table in tables]
+        upload = self.tiering.upload
+        return CompactTables(
+            rows=upload(rows),
+            tables=upload(padded, torch.int32),
+            kv_tokens=upload(lengths, torch.int32),
+            longest=longest,
+        )
 
     def after_step(
         self, steps: Mapping[str, tuple[StepTokens, bool]], observed: bool

@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from oasiskv.core.batch import QueryRows
+from oasiskv.vllm.batch_layers import CompactTables
 from oasiskv.vllm.runtime import current_runtime, rows_of_step
 
 
@@ -69,37 +70,31 @@ class OasisFlashBuilder(FlashAttentionMetadataBuilder):
         """The rows of this step, in vLLM's order."""
         common = common_attn_metadata
         names = rows_of_step(common.num_reqs)
-        if names:
-            common = self._compact(common, names)
-        built = super().build(0, common, fast_build)
-        values = {field.name: getattr(built, field.name) for field in fields(built)}
         rows = None
         if names:
             starts = common.query_start_loc_cpu[: len(names) + 1].tolist()
-            rows = current_runtime().batched.query_rows(names, starts)
+            batched = current_runtime().batched
+            rows = batched.query_rows(names, starts)
+            compact = batched.compact(names, starts)
+            if compact is not None:
+                common = _compacted(common, compact)
+        built = super().build(0, common, fast_build)
+        values = {field.name: getattr(built, field.name) for field in fields(built)}
         return OasisFlashMetadata(**values, rows=rows)
 
     def use_cascade_attention(self, *args: Any, **settings: Any) -> bool:  # noqa: ANN401
         """No prefix is common to all rows: a sparse request reads a table of its own."""
         return False
 
-    def _compact(
-        self, common: CommonAttentionMetadata, names: tuple[str, ...]
-    ) -> CommonAttentionMetadata:
-        """``common`` with the tables and lengths of sparse requests, not modified in place."""
-        runtime = current_runtime()
-        lengths = common.seq_lens[: len(names)].tolist()
-        layer = self.layer_names[0]
-        tables, kv_tokens = common.block_table_tensor.clone(), common.seq_lens.clone()
-        for row, name in enumerate(names):
-            sparse = runtime.table(layer, name, lengths[row])
-            if sparse is not None:
-                table, lengths[row] = sparse
-                tables[row, : len(table)] = table.to(tables)
-                kv_tokens[row] = lengths[row]
-        return common.replace(
-            block_table_tensor=tables, seq_lens=kv_tokens, max_seq_len=max(lengths)
-        )
+
+def _compacted(common: CommonAttentionMetadata, compact: CompactTables) -> CommonAttentionMetadata:
+    """``common`` with the tables and lengths of sparse requests; not modified in place."""
+    tables, kv_tokens = common.block_table_tensor.clone(), common.seq_lens.clone()
+    tables[:, : compact.tables.shape[1]].index_copy_(0, compact.rows, compact.tables)
+    kv_tokens.index_copy_(0, compact.rows, compact.kv_tokens)
+    return common.replace(
+        block_table_tensor=tables, seq_lens=kv_tokens, max_seq_len=compact.longest
+    )
 
 
 class OasisFlashImpl(FlashAttentionImpl):
