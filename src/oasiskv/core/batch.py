@@ -128,7 +128,9 @@ class BatchTiering:
         self.free_rows = list(range(max_requests))[::-1]
         self.graph: torch.cuda.CUDAGraph | None = None
         self._inputs: torch.Tensor | None = None
-        self._warm_up()
+        if self._device.type == "cuda":
+            self.state.warm_up([_FEW_PAIRS, 2 * _FEW_PAIRS])
+            torch.cuda.synchronize()
 
     def admit(self, request_id: str, block_ids: Callable[[], Sequence[int]]) -> BatchRequest:
         """Give a request a row.
@@ -243,17 +245,6 @@ class BatchTiering:
                     self.state.run(layer, work, None)
                     layer_done(layer)
         self.graph.replay()
-
-    def _warm_up(self) -> None:
-        """Run every op on nothing, so that kernels are compiled before the first request."""
-        if self._device.type != "cuda":
-            return
-        nothing = torch.full((2, 2 * _FEW_PAIRS), -1, dtype=torch.int32, device=self._device)
-        meta = torch.zeros((5, self._rows), dtype=torch.int32, device=self._device)
-        for width in (_FEW_PAIRS, 2 * _FEW_PAIRS):
-            pairs = nothing[:, :width].contiguous()
-            self.state.run(0, StepWork(pairs, pairs, meta), None)
-        torch.cuda.synchronize()
 
     def _close(self, step: BatchStep) -> list[tuple[int, int]]:
         """Pairs (engine's block, store block) of blocks that are full of accepted tokens now."""

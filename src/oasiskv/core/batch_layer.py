@@ -134,6 +134,22 @@ class LayerState:
         if work.meta is not None:
             self._swap(layer, work.meta, observe)
 
+    def warm_up(self, widths: Sequence[int]) -> None:
+        """Run every op on nothing, so that its kernel is compiled.
+
+        Args:
+            widths: numbers of blocks that close, or leave, in a step.
+        """
+        rows = len(self.slots)
+        meta = torch.zeros((5, rows), dtype=torch.int32, device=self._device)
+        for width in widths:
+            pairs = self._none(2, width)
+            self.run(0, StepWork(pairs, pairs, meta), None)
+        nothing = self._none(1, self._geometry.num_kv_heads, self.slots.shape[1]).long()
+        cache = self._caches[0]
+        blocks = self._none(1, self.store_index.shape[1])
+        self._ops.gather.gather_rows(cache, nothing, cache, nothing, blocks, self.slots[:1])
+
     def first_fill(self, layer: int, fill: FirstFill) -> None:
         """The transition: the latest queries choose, tiles go from HBM to slots."""
         if not fill.filled:

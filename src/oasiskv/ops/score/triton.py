@@ -13,7 +13,7 @@ from oasiskv.ops.digest.reference import Keys4
 # Heads are the fastest grid axis, so that the digests of one block, side by side in the pool, are
 # read at about the same time. Blocks are rows of the matrix product.
 _MINMAX_BLOCKS, _MINMAX_TILES, _MINMAX_STAGES, _MINMAX_WARPS = 64, 2, 2, 4
-_KEYS4_BLOCKS, _KEYS4_STAGES, _KEYS4_WARPS = 64, 4, 4
+_KEYS4_BLOCKS, _KEYS4_STAGES, _KEYS4_WARPS = 32, 4, 2
 _SOFTMAX_BLOCKS = 1024
 
 
@@ -79,7 +79,8 @@ def keys4_scores(
         scale_zero.stride(0), scale_zero.stride(1), scale_zero.stride(2),
         blocks.stride(0), blocks.shape[1], scale,
         TOKENS=codes.shape[2], HALF=half, HALF_PADDED=max(16, triton.next_power_of_2(half)),
-        SPLIT=queries.dtype == torch.float32, STAGES=_KEYS4_STAGES, **shape,
+        SPLIT=queries.dtype == torch.float32, STAGES=_KEYS4_STAGES,
+        PACKED=codes.device.type == "cuda", **shape,
         num_warps=_KEYS4_WARPS,
     )  # fmt: skip
     return _scores(logits, first, end, codes.shape[1])
@@ -196,6 +197,35 @@ def _small_ints(codes):
 
 
 @triton.jit
+def _packed_small_ints(codes):
+    """``_small_ints`` of the low and of the high nibbles, four bytes in 15 instructions."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, base;
+        mov.b32 base, 0x64006400;
+        and.b32 low, $4, 0x0F0F0F0F;
+        shr.u32 high, $4, 4;
+        and.b32 high, high, 0x0F0F0F0F;
+        prmt.b32 $0, low, 0x64646464, 0x4140;
+        prmt.b32 $1, low, 0x64646464, 0x4342;
+        prmt.b32 $2, high, 0x64646464, 0x4140;
+        prmt.b32 $3, high, 0x64646464, 0x4342;
+        sub.rn.f16x2 $0, $0, base;
+        sub.rn.f16x2 $1, $1, base;
+        sub.rn.f16x2 $2, $2, base;
+        sub.rn.f16x2 $3, $3, base;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r",
+        [codes],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def _keys4_logits_kernel(
     queries, lookahead, codes, scale_zero, blocks, first, end, logits,
     query_row, query_place, query_head,
@@ -204,7 +234,7 @@ def _keys4_logits_kernel(
     blocks_row, num_blocks, softmax_scale,
     TOKENS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, BLOCKS: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
@@ -248,8 +278,11 @@ def _keys4_logits_kernel(
         at = codes + digest[:, None] * codes_row + head * codes_head + channel[None, :]
         for token in tl.range(0, TOKENS, num_stages=STAGES):
             code = tl.load(at + token * codes_token, mask=mask, other=0)
-            low = _small_ints(code & 15) * low_scale
-            high = _small_ints(code >> 4) * high_scale
+            if PACKED:
+                low, high = _packed_small_ints(code)
+            else:
+                low, high = _small_ints(code & 15), _small_ints(code >> 4)
+            low, high = low * low_scale, high * high_scale
             logit = tl.dot(low, low_main)
             logit = tl.dot(high, high_main, logit)
             if SPLIT:
