@@ -152,6 +152,8 @@ def test_requests_wait_for_room_in_the_store(tiny_folder, model):
         driver.add("before", prompt_of(150), 20)
         driver.step()
         driver.add("long", prompt_of(310), 300)
+        with pytest.raises(ValueError, match="336"):
+            driver.add("too long for the store, as for the engine", prompt_of(400), 10)
         driver.add("after", prompt_of(100), 10)
         driver.step(2)
         assert len(probe.runtime.target.requests) == 1

@@ -294,10 +294,7 @@ class BatchTiering:
         request.window_start = max(0, closed - self._config.window_blocks)
         request.num_sinks = min(self._config.sink_blocks, request.window_start)
         request.filled = min(len(request.slots), request.window_start - request.num_sinks)
-        state = self.state
-        state.slots[request.row] = self.upload(request.slots, torch.int32)
-        state.resident[:, request.row] = -1
-        state.last_wanted[:, request.row] = -1
+        self.state.slots[request.row] = self.upload(request.slots, torch.int32)
         earliest = max(request.first or 0, request.computed - LATEST_QUERIES)
         places = [p % self._ring_tokens for p in range(earliest, request.computed)]
         return FirstFill(
