@@ -1,6 +1,7 @@
 """Requests tiered at once do what they do one by one: same choices, same tiles, same slots."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ class World:
             table += [self.free.pop() for _ in range(-(-end // 16) - len(table))]
             new = [self.free_store.pop() for _ in range(end // 16 - len(self.store[name]))]
             self.store[name] += new
-            self.layers.take_news(name, new, slots)
+            self.layers.take_news(name, SimpleNamespace(store_blocks=new, slots=slots, known=0))
         self.layers.settle(list(steps))
         for name, (tokens, queries, values) in steps.items():
             for index, layer in enumerate(NAMES):

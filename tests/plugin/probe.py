@@ -114,11 +114,13 @@ class Probe:
         """What the scheduler side keeps count of is what a walk over all requests finds."""
         state, tables = self.state, self.manager.req_to_blocks
         assert state.admitted == {name: state.requests[name] for name in tables}
+        assert not state.ending
         assert state.promised == sum(request.promised for request in state.requests.values())
         assert state.may_go_sparse == {
             name: request
             for name, request in state.requests.items()
-            if request.promised
+            if name in state.admitted
+            and request.promised
             and not request.hot
             and request.most_tokens > self.manager._past_tokens
         }
@@ -138,6 +140,7 @@ class Probe:
         assert all(not block.ref_cnt for block in self.pool.blocks if not block.is_null)
         assert not self.manager.req_to_blocks
         assert not self.state.requests
+        assert not self.state.ending
         self.assert_counted()
         assert self.state.promised == 0
         assert self.state.store.free_blocks == self.state.store.capacity_blocks
@@ -145,8 +148,8 @@ class Probe:
         for model in self.runtime.models:
             left = set(model.requests) - set(self.state.dropped)
             assert not left
-            rows = sum(len(request.store_blocks) for request in model.requests.values())
-            assert model.digests.rows_used == rows
+            held = {block for r in model.requests.values() for block in r.store_blocks}
+            assert model.digests.rows_used == len(held)
             if isinstance(model, SparseLayers):
                 assert not model.tiering.draining
 

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from vllm.exceptions import VLLMValidationError
 
 from plugin.driver import Driver
 from plugin.probe import NGRAM, probed
@@ -20,7 +21,8 @@ class TestEnds:
     """Aborts, and a mix of everything, in one engine."""
 
     @pytest.fixture(scope="class")
-    def probe(self, tiny_folder, model):
+    @classmethod
+    def probe(cls, tiny_folder, model):
         """Room for three sparse requests, or for eight dense ones that may yet go sparse."""
         with probed(
             tiny_folder,
@@ -87,7 +89,8 @@ class TestCrowdedPool:
     """More than the pool holds at once, in one engine."""
 
     @pytest.fixture(scope="class")
-    def crowded(self, tiny_folder, model):
+    @classmethod
+    def crowded(cls, tiny_folder, model):
         """Dense requests fill the pool; all pass the threshold within a few steps."""
         with probed(
             tiny_folder,
@@ -152,7 +155,7 @@ def test_requests_wait_for_room_in_the_store(tiny_folder, model):
         driver.add("before", prompt_of(150), 20)
         driver.step()
         driver.add("long", prompt_of(310), 300)
-        with pytest.raises(ValueError, match="336"):
+        with pytest.raises(VLLMValidationError, match="336"):
             driver.add("too long for the store, as for the engine", prompt_of(400), 10)
         driver.add("after", prompt_of(100), 10)
         driver.step(2)

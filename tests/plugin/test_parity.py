@@ -90,7 +90,8 @@ class TestEachEngine:
     """Tests that share an engine, one after another of ``ENGINES``."""
 
     @pytest.fixture(scope="class", params=ENGINES.values(), ids=ENGINES.keys())
-    def probe(self, request, tiny_folder, expected):
+    @classmethod
+    def probe(cls, request, tiny_folder, expected):
         """One engine after another; ``expected`` has closed its own before."""
         args = {"max_num_seqs": 64, "num_gpu_blocks_override": 3000, "enable_prefix_caching": False}
         with probed(tiny_folder, **(args | request.param)) as probe:

@@ -147,6 +147,29 @@ class BatchTiering:
         row = self.free_rows.pop()
         return BatchRequest(request_id=request_id, row=row, block_ids=block_ids)
 
+    def adopt(self, request: BatchRequest, blocks: Sequence[int]) -> None:
+        """A request that has just started finds its first blocks in the store, with their digests.
+
+        Args:
+            request: no block of it has closed.
+            blocks: store blocks, in order; the caller has taken them.
+        """
+        if blocks:
+            request.store_blocks = list(blocks)
+            self.state.digests.claim(blocks)
+            index = self.upload(list(blocks), torch.int32)
+            self.state.store_index[request.row, : len(blocks)] = index
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks from the store to the engine's, all layers.
+
+        Args:
+            pairs: store block and engine's block.
+        """
+        both = self.upload(_columns(pairs), torch.int32)
+        for layer in range(self._geometry.num_layers):
+            self.state.load(layer, both[0], both[1])
+
     def release(self, request: BatchRequest) -> None:
         """An ended request gives its row and its digests back."""
         self.state.digests.release(request.store_blocks)

@@ -134,6 +134,10 @@ class LayerState:
         if work.meta is not None:
             self._swap(layer, work.meta, observe)
 
+    def load(self, layer: int, store_blocks: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Copy blocks from the store, int32 ``[n]`` each; -1 for none."""
+        self._gather_whole(self._store.layer(layer), self._caches[layer], store_blocks, blocks)
+
     def warm_up(self, widths: Sequence[int]) -> None:
         """Run every op on nothing, so that its kernel is compiled.
 

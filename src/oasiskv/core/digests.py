@@ -1,5 +1,6 @@
 """The digest pool: what every closed block is scored by, in the fast tier, by store block."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -41,12 +42,12 @@ class DigestPool:
             )
         )
         self._parts = tuple(part.new_empty((capacity_blocks, *part.shape[1:])) for part in sample)
-        self._used: set[int] = set()
+        self._users: Counter[int] = Counter()
 
     @property
     def rows_used(self) -> int:
         """Blocks that have a digest now."""
-        return len(self._used)
+        return len(self._users)
 
     @property
     def row_bytes(self) -> int:
@@ -71,8 +72,12 @@ class DigestPool:
         self.claim(blocks)
 
     def claim(self, blocks: Sequence[int]) -> None:
-        """Store blocks have digests from now on; who claims without ``build`` writes the rows."""
-        self._used.update(blocks)
+        """One more user of the digests of these store blocks.
+
+        Who claims without ``build`` writes the rows, or knows that they were written and not
+        written over since.
+        """
+        self._users.update(blocks)
 
     def layer(self, layer: int) -> torch.Tensor | Keys4:
         """Rows of one layer: min/max ``[capacity, heads, 2, head_dim]``, or 4-bit keys. Views."""
@@ -97,11 +102,14 @@ class DigestPool:
         return self._logits(queries, rows, scale)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Forget digests whose store blocks are given back."""
-        missing = set(blocks) - self._used
+        """One user less; a digest without users is forgotten, its row stays as it is."""
+        missing = [block for block in blocks if not self._users[block]]
         if missing:
             raise StateError(f"store blocks {sorted(missing)} have no digest to release")
-        self._used.difference_update(blocks)
+        self._users.subtract(blocks)
+        for block in blocks:
+            if not self._users[block]:
+                del self._users[block]
 
     def logits(self, queries: torch.Tensor, blocks: torch.Tensor, scale: float) -> torch.Tensor:
         """Score blocks for all layers of one request.

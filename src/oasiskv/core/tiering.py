@@ -1,7 +1,7 @@
 """Moves blocks between the fast tier and the store, whatever the engine."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -54,6 +54,20 @@ class Tiering:
     def draining(self) -> int:
         """Ended requests whose store blocks still wait for a completion."""
         return sum(request.ended for request in self._owners.values())
+
+    def adopt(self, request: TieredRequest, blocks: Sequence[int]) -> None:
+        """A request that has just started finds its first blocks in the store, with their digests.
+
+        Args:
+            request: no block of it has closed.
+            blocks: store blocks, in order; the caller has taken them.
+        """
+        if not blocks:
+            return
+        request.store_blocks = list(blocks)
+        request.acked.update(range(len(blocks)))
+        self._owners[request.request_id, request.generation] = request
+        self.digests.claim(blocks)
 
     def close_blocks(self, request: TieredRequest, step: int) -> None:
         """Write blocks that are full of accepted tokens through to the store; build digests.

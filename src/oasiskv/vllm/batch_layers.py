@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from oasiskv.config import OasisConfig
     from oasiskv.vllm.layers import StepTokens
+    from oasiskv.vllm.messages import RequestMessage
     from oasiskv.vllm.shapes import ModelLayers
 
 
@@ -93,14 +94,8 @@ class BatchLayers:
                 for _ in self.caches
             ]
 
-    def take_news(self, name: str, store_blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """The scheduler's news of a request of this step, which is admitted if it is new.
-
-        Args:
-            name: request id.
-            store_blocks: further store blocks.
-            slots: its slots, if they are new.
-        """
+    def take_news(self, name: str, news: RequestMessage) -> None:
+        """The scheduler's news of a request of this step, which is admitted if it is new."""
         request = self.requests.get(name)
         if request is None:
 
@@ -108,9 +103,25 @@ class BatchLayers:
                 return self._block_ids(name)
 
             request = self.requests[name] = self.tiering.admit(name, block_ids)
-        request.assigned.extend(store_blocks)
-        if slots:
-            request.slots = list(slots)
+        self.tiering.adopt(request, news.store_blocks[: news.known])
+        request.assigned.extend(news.store_blocks[news.known :])
+        if news.slots:
+            request.slots = list(news.slots)
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks from the store, before the forward that reads them.
+
+        Args:
+            pairs: store block and vLLM's block.
+        """
+        if self._aside is not None:
+            # It may be about to write what is read here, and may still read what is written.
+            torch.cuda.current_stream().wait_stream(self._aside)
+        self.tiering.load(pairs)
+
+    def stored(self, name: str) -> int:
+        """Blocks of a request that the store holds, or will before anything else is done to it."""
+        return len(self.requests[name].store_blocks)
 
     def drop(self, name: str) -> None:
         """A request has ended or was preempted."""

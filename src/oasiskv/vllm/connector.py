@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from oasiskv.config import OasisConfig
 from oasiskv.errors import ConfigError
-from oasiskv.stores.allocator import BlockAllocator
+from oasiskv.stores.prefix import PrefixBlocks
 from oasiskv.vllm.checks import check_engine, check_sizes, check_worker
 from oasiskv.vllm.compat import disabled
 from oasiskv.vllm.logs import log_start
@@ -78,7 +78,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         if self._inert:
             return
         self._state = state_of(gpu_block_pool)
-        self._state.store = BlockAllocator(self._plan.store_blocks, self._plan.block_bytes)
+        self._state.store = PrefixBlocks(self._plan.store_blocks, self._plan.block_bytes)
         speculative = self._vllm.speculative_config
         drafts = speculative.num_speculative_tokens if speculative is not None else 0
         self._state.decode_tokens = 1 + drafts
@@ -95,18 +95,45 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Nothing is loaded from outside."""
-        return 0, False
+        """Tokens whose KV the store holds beyond those that vLLM's own prefix cache gives.
+
+        The request's own, if it was preempted; else those of others, by vLLM's block hashes.
+        """
+        state = self._state.requests.get(request.request_id)
+        if self._inert or state is None or self._state.store is None:
+            return 0, False
+        cache = self._vllm.cache_config
+        size = cache.block_size
+        # At least one token has to be computed, for its logits.
+        most = (request.num_tokens - 1) // size
+        if state.store_blocks:
+            state.matched = state.store_blocks[:most]
+        elif cache.enable_prefix_caching and not request.skip_reading_prefix_cache:
+            state.matched = self._state.store.match(request.block_hashes[:most])
+        return max(0, len(state.matched) * size - num_computed_tokens), False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Nothing is loaded from outside."""
+        """The request is admitted: it uses what the store holds of it, some of it to be loaded."""
+        state = self._state.requests.get(request.request_id)
+        if self._inert or state is None or self._state.store is None:
+            return
+        if not state.store_blocks:
+            self._state.store.take(state.matched)
+            state.store_blocks = list(state.matched)
+        state.known = len(state.store_blocks)
+        ids = blocks.get_block_ids()[0]
+        loaded = num_external_tokens // self._vllm.cache_config.block_size
+        end = len(state.matched)
+        state.loads = [(state.store_blocks[i], ids[i]) for i in range(end - loaded, end)]
+        state.matched = []
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Store blocks for what may close in this step, and slots that are new."""
         if self._inert:
             return KVConnectorMetadata()
+        self._state.forget_ending()
         messages = {}
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             state = self._state.requests[name]
@@ -119,8 +146,8 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         """Workers have acknowledged: the blocks between sink and window may go."""
         ack = connector_output.kv_connector_worker_meta
         if isinstance(ack, OasisAck):
-            for name, start in ack.window_start.items():
-                self._state.acknowledge(name, start)
+            for name, stored in ack.stored.items():
+                self._state.acknowledge(name, stored, ack.window_start.get(name))
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -134,9 +161,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         """The request has ended; vLLM frees its blocks right after."""
         return False, None
 
-    def _message(
-        self, state: ScheduledRequest, tokens: int, store: BlockAllocator
-    ) -> RequestMessage:
+    def _message(self, state: ScheduledRequest, tokens: int, store: PrefixBlocks) -> RequestMessage:
         end = state.request.num_computed_tokens + tokens
         closed = min(end, state.most_tokens) // self._vllm.cache_config.block_size
         new = store.reserve(max(0, closed - len(state.store_blocks)))
@@ -145,7 +170,11 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         if state.hot and not state.hot_sent:
             slots = [block.block_id for block in state.hot]
             state.hot_sent = True
-        return RequestMessage(new, slots)
+        state.in_step = True
+        if state.announced:
+            return RequestMessage(new, slots)
+        state.announced = True
+        return RequestMessage(list(state.store_blocks), slots, state.known, state.loads)
 
     # Worker side.
 

@@ -11,6 +11,7 @@ import torch
 from oasiskv.core.request import TieredRequest
 from oasiskv.core.tiering import LATEST_QUERIES, Tiering
 from oasiskv.drafts.lookahead import lookahead_row
+from oasiskv.ops.gather.reference import gather_tiles
 from oasiskv.vllm.memory import PagedKV
 from oasiskv.vllm.store import AssignedStore
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from oasiskv.config import OasisConfig
+    from oasiskv.vllm.messages import RequestMessage
     from oasiskv.vllm.shapes import ModelLayers
 
 
@@ -211,19 +213,30 @@ class SparseLayers:
         request = self.requests[name]
         return request.kv.window_start if request.residents is not None else None
 
-    def take_news(self, name: str, store_blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """The scheduler's news of a request of this step, which is admitted if it is new.
+    def take_news(self, name: str, news: RequestMessage) -> None:
+        """The scheduler's news of a request of this step, which is admitted if it is new."""
+        request = self.requests.get(name) or self._admit(name)
+        self.tiering.adopt(request, news.store_blocks[: news.known])
+        request.assigned.extend(news.store_blocks[news.known :])
+        request.begin_step()
+        if news.slots:
+            request.kv.take_slots(news.slots)
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks from the store, before the forward that reads them.
 
         Args:
-            name: request id.
-            store_blocks: further store blocks.
-            slots: its slots, if they are new.
+            pairs: store block and vLLM's block.
         """
-        request = self.requests.get(name) or self._admit(name)
-        request.assigned.extend(store_blocks)
-        request.begin_step()
-        if slots:
-            request.kv.take_slots(slots)
+        heads = self.geometry.num_kv_heads
+        both = torch.tensor(pairs, dtype=torch.int64).T[:, None].expand(2, heads, -1)
+        for layer, cache in enumerate(self.caches):
+            gather_tiles(self.store.layer(layer), both[0], cache, both[1])
+
+    def stored(self, name: str) -> int:
+        """Blocks of a request that the store holds."""
+        request = self.requests[name]
+        return next(i for i in count() if i not in request.acked)
 
     def _after_step(self, name: str, tokens: StepTokens, transition: bool) -> torch.Tensor | None:
         """Close blocks, go sparse, select and start transfers of one request."""

@@ -67,7 +67,11 @@ class OasisManager(FullAttentionManager):
         reserve = self._spec.hot_blocks if others else 0
         if self._takes_slots(state, num_tokens):
             # One that is taken in leaves the reserve alone, or it would soon be preempted for it.
-            return needed + self._spec.hot_blocks + (0 if state.promised else reserve)
+            return (
+                needed
+                + self._spec.hot_blocks
+                + (0 if request_id in self._state.admitted else reserve)
+            )
         if needed and self._may_go_sparse(state):
             return needed + self._spec.hot_blocks
         return needed + (reserve if needed else 0)

@@ -17,10 +17,15 @@ class RequestMessage:
     Args:
         store_blocks: further store blocks, for blocks that may close in this step.
         slots: its slots, blocks of vLLM's pool; empty unless they are new in this step.
+        known: how many of ``store_blocks``, the first ones, hold its first blocks already; only
+            with its first message.
+        loads: pairs (store block, block of vLLM's pool) to copy before the forward.
     """
 
     store_blocks: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    known: int = 0
+    loads: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -43,15 +48,20 @@ class OasisAck(KVConnectorWorkerMetadata):
     Args:
         window_start: first window block of each sparse request of this step: what lies between
             sink and window is in the store, and the slots are filled.
+        stored: blocks in the store of each request of this step.
     """
 
     window_start: dict[str, int]
+    stored: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OasisAck:
         """What both workers have acknowledged."""
         if not isinstance(other, OasisAck):
             raise TypeError(f"cannot put an OasisAck and a {type(other).__name__} together")
-        both = self.window_start.keys() & other.window_start.keys()
         return OasisAck(
-            {name: min(self.window_start[name], other.window_start[name]) for name in both}
+            _least(self.window_start, other.window_start), _least(self.stored, other.stored)
         )
+
+
+def _least(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
+    return {name: min(first[name], second[name]) for name in first.keys() & second.keys()}

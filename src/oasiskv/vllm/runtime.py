@@ -129,7 +129,10 @@ class Runtime:
             for name in message.dropped:
                 model.drop(name)
             for name, news in message.requests.items():
-                model.take_news(name, news.store_blocks, news.slots)
+                model.take_news(name, news)
+            loads = [pair for news in message.requests.values() for pair in news.loads]
+            if loads:
+                model.load(loads)
             model.settle(list(message.requests))
         if self.before_step is not None:
             self.before_step(self)
@@ -170,7 +173,10 @@ class Runtime:
                 if tokens.sampled:
                     self.observer(WorkerRecord(name, tokens, wanted[0][name]))
         starts = {name: self.target.window_start(name) for name in steps}
-        return OasisAck({name: start for name, start in starts.items() if start is not None})
+        return OasisAck(
+            {name: start for name, start in starts.items() if start is not None},
+            {name: min(model.stored(name) for model in self.models) for name in steps},
+        )
 
     def computed_before(self, name: str) -> int:
         """Tokens that were in place before this step."""

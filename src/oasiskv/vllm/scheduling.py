@@ -7,7 +7,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from oasiskv.stores.allocator import BlockAllocator
+from oasiskv.stores.prefix import PrefixBlocks
 
 
 @dataclass(eq=False)
@@ -22,8 +22,18 @@ class ScheduledRequest:
         hot_sent: the workers know of ``hot``.
         window_start: first block of the window that all workers have acknowledged; blocks between
             sink and window may be given back. 0 while dense.
-        store_blocks: store blocks handed out to it, in order of its blocks.
-        promised: store blocks it may come to need in all; counted as taken from its admission on.
+        store_blocks: store blocks handed out to it, in order of its blocks; kept while preempted.
+        announced: the workers know of its first ``store_blocks``.
+        in_step: a step of it runs, which the workers have not acknowledged.
+        matched: store blocks that hold its first blocks, as of the last look.
+        known: how many of ``store_blocks`` held its first blocks when it was admitted.
+        loads: pairs (store block, block of vLLM's pool) to copy in its first step.
+        stored: how many of ``store_blocks`` the store holds.
+        published: how many of them others may find there.
+        closed_dense: how many closed while it was dense, once it has gone sparse. What it adds from
+            then on was computed from less than its context, and is nobody else's prefix.
+        promised: store blocks it may come to need in all; counted as taken from its first admission
+            to its end.
     """
 
     request: Request
@@ -32,6 +42,14 @@ class ScheduledRequest:
     hot_sent: bool = False
     window_start: int = 0
     store_blocks: list[int] = field(default_factory=list)
+    announced: bool = False
+    in_step: bool = False
+    matched: list[int] = field(default_factory=list)
+    known: int = 0
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    stored: int = 0
+    published: int = 0
+    closed_dense: int | None = None
     promised: int = 0
 
     @property
@@ -49,8 +67,9 @@ class SchedulerState:
         admitted: those of them that have blocks, from admission to end or preemption.
         may_go_sparse: admitted ones that are dense and may yet get slots.
         in_transition: those with slots whose transition the workers have not acknowledged.
+        ending: requests that ended in a step which the workers have not acknowledged.
         moved: sparse ones whose window has moved since blocks were last given back.
-        promised: store blocks that admitted requests may come to need.
+        promised: store blocks that requests may come to need, from first admission to their end.
         dropped: ids whose state the workers must forget: ended or preempted.
         store: hands out store blocks; None until the connector has made it.
         decode_tokens: most tokens of a decoding request in one step, drafts included.
@@ -63,9 +82,10 @@ class SchedulerState:
         self.may_go_sparse: dict[str, ScheduledRequest] = {}
         self.in_transition: dict[str, ScheduledRequest] = {}
         self.moved: dict[str, ScheduledRequest] = {}
+        self.ending: dict[str, ScheduledRequest] = {}
         self.promised = 0
         self.dropped: list[str] = []
-        self.store: BlockAllocator | None = None
+        self.store: PrefixBlocks | None = None
         self.decode_tokens = 1
         self.batch_tokens = 1
 
@@ -79,8 +99,9 @@ class SchedulerState:
         """
         state = self.requests[request_id]
         self.admitted[request_id] = state
-        state.promised = store_blocks
-        self.promised += store_blocks
+        if not state.promised:
+            state.promised = store_blocks
+            self.promised += store_blocks
         if store_blocks and state.most_tokens > past_tokens:
             self.may_go_sparse[request_id] = state
 
@@ -91,11 +112,33 @@ class SchedulerState:
         self.may_go_sparse.pop(request_id, None)
         self.in_transition[request_id] = state
 
-    def acknowledge(self, request_id: str, window_start: int) -> None:
-        """All workers hold the request sparse, its window starting there."""
-        state = self.requests.get(request_id)
-        # A request that was preempted in the meantime starts anew.
-        if state is None or not state.hot_sent:
+    def acknowledge(self, request_id: str, stored: int, window_start: int | None) -> None:
+        """All workers have done a step of the request.
+
+        Blocks that closed while it was dense may be found by others from now on.
+
+        Args:
+            request_id: one that may have ended in the meantime.
+            stored: its blocks in the store.
+            window_start: first block of its window; None while dense.
+        """
+        ending = self.ending.pop(request_id, None)
+        state = ending or self.requests.get(request_id)
+        if state is None or self.store is None:
+            return
+        state.in_step = False
+        state.stored = stored
+        if window_start is not None and state.closed_dense is None:
+            state.closed_dense = stored
+        hashes = state.request.block_hashes
+        most = stored if state.closed_dense is None else min(stored, state.closed_dense)
+        for index in range(state.published, min(most, len(hashes))):
+            self.store.publish(state.store_blocks[index], hashes[index])
+            state.published = index + 1
+        if ending is not None:
+            self._end(ending)
+            return
+        if window_start is None or not state.hot_sent:
             return
         self.in_transition.pop(request_id, None)
         if window_start != state.window_start:
@@ -103,21 +146,40 @@ class SchedulerState:
             self.moved[request_id] = state
 
     def forget(self, request_id: str) -> None:
-        """It has ended or was preempted: the workers drop it, its store blocks are free."""
+        """It has ended or was preempted: the workers drop it. Its store blocks go when it ends."""
         state = self.requests[request_id]
         for group in (self.admitted, self.may_go_sparse, self.in_transition, self.moved):
             group.pop(request_id, None)
-        self.promised -= state.promised
-        if state.store_blocks and self.store is not None:
-            self.store.free(state.store_blocks)
         if state.promised:
             self.dropped.append(request_id)
-        if state.request.is_finished():
-            del self.requests[request_id]
-        state.store_blocks = []
-        state.promised = 0
+        state.announced = state.hot_sent = False
         state.window_start = 0
-        state.hot_sent = False
+        state.loads = []
+        if not state.request.is_finished():
+            self._free(state, state.stored)
+            return
+        del self.requests[request_id]
+        if state.in_step:
+            # What its last step has stored is of use to others.
+            self.ending[request_id] = state
+        else:
+            self._end(state)
+
+    def forget_ending(self) -> None:
+        """The workers did not acknowledge the last step of these: they end without."""
+        for state in self.ending.values():
+            self._end(state)
+        self.ending.clear()
+
+    def _end(self, state: ScheduledRequest) -> None:
+        self.promised -= state.promised
+        self._free(state, 0)
+
+    def _free(self, state: ScheduledRequest, kept: int) -> None:
+        """Give back its store blocks, but for the first ``kept``."""
+        if self.store is not None:
+            self.store.free(state.store_blocks[kept:])
+        del state.store_blocks[kept:]
 
 
 _states: WeakKeyDictionary[BlockPool, SchedulerState] = WeakKeyDictionary()
