@@ -9,7 +9,7 @@ from oasiskv.vllm.batch_layers import BatchLayers
 from plugin.driver import Driver
 from plugin.engines import greedy
 from plugin.probe import NGRAM, is_greedy, probed
-from plugin.truth import assert_truth
+from plugin.truth import SMALL, assert_truth
 from tiny import prompt_of
 
 
@@ -33,15 +33,7 @@ def model(tiny_folder):
 def test_tokens_and_wanted_blocks_are_the_reference_engines(
     tiny_folder, lookahead, speculative, digest
 ):
-    settings = {
-        "budget_tokens": 64,
-        "hot_tokens": 96,
-        "sink_tokens": 16,
-        "window_tokens": 32,
-        "host_gib": 0.05,
-        "lookahead": lookahead,
-        "digest": digest,
-    }
+    settings = SMALL | {"lookahead": lookahead, "digest": digest}
     args = {"speculative_config": speculative, "max_model_len": 1024}
     prompts = [prompt_of(length) for length in (400, 413, 600)]
     _, compared, _ = assert_truth(tiny_folder, prompts, 48, settings, **args)

@@ -6,7 +6,7 @@ from oasiskv.data import data_path
 from oasiskv.hf.tokens import encode, load_tokenizer
 from oasiskv.models import resolve_model
 from plugin.probe import NGRAM
-from plugin.truth import assert_truth
+from plugin.truth import SMALL, assert_truth
 from tiny import prompt_of
 
 
@@ -15,14 +15,7 @@ from tiny import prompt_of
     [("last_accepted", None), ("held_back", NGRAM), ("paper", NGRAM)],
 )
 def test_random_model(tiny_folder, lookahead, speculative):
-    settings = {
-        "budget_tokens": 64,
-        "hot_tokens": 96,
-        "sink_tokens": 16,
-        "window_tokens": 32,
-        "host_gib": 0.05,
-        "lookahead": lookahead,
-    }
+    settings = SMALL | {"lookahead": lookahead}
     args = {"speculative_config": speculative, "max_model_len": 1024}
     prompts = [prompt_of(length) for length in (400, 413, 600)]
     _, compared, _ = assert_truth(tiny_folder, prompts, 48, settings, **args)

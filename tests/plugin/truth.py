@@ -33,6 +33,16 @@ def assert_truth(folder, prompts, new, settings, **engine_args):
     return tokens, compared, accepted
 
 
+SMALL = {
+    "budget_tokens": 64,
+    "hot_tokens": 96,
+    "sink_tokens": 16,
+    "window_tokens": 32,
+    "host_gib": 0.05,
+}
+"""Settings under which a few hundred tokens are far more than the hot set holds."""
+
+
 class Replay:
     """Proposes the drafts that vLLM proposed after the same tokens."""
 
