@@ -77,6 +77,7 @@ def test_a_shared_prefix_is_stored_once(tiny_folder, model):
         assert 10 + 50 <= used <= 10 + 50 * 2
         shared = {tuple(r.store_blocks[:10]) for r in probe.state.requests.values()}
         assert len(shared) == 1
+        assert {r.known for r in probe.state.requests.values()} == {10}
         driver.finish()
         driver.assert_right_and_all_back(model)
 

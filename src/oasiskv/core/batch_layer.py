@@ -149,6 +149,7 @@ class LayerState:
         for width in widths:
             pairs = self._none(2, width)
             self.run(0, StepWork(pairs, pairs, meta), None)
+            self.load(0, *pairs)
         nothing = self._none(1, self._geometry.num_kv_heads, self.slots.shape[1]).long()
         cache = self._caches[0]
         blocks = self._none(1, self.store_index.shape[1])

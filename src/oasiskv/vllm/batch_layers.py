@@ -103,6 +103,9 @@ class BatchLayers:
                 return self._block_ids(name)
 
             request = self.requests[name] = self.tiering.admit(name, block_ids)
+        if news.known:
+            # The row may still be read for the request that had it before.
+            self._wait_aside()
         self.tiering.adopt(request, news.store_blocks[: news.known])
         request.assigned.extend(news.store_blocks[news.known :])
         if news.slots:
@@ -114,9 +117,8 @@ class BatchLayers:
         Args:
             pairs: store block and vLLM's block.
         """
-        if self._aside is not None:
-            # It may be about to write what is read here, and may still read what is written.
-            torch.cuda.current_stream().wait_stream(self._aside)
+        # What runs there may be about to write what is read here, and still read what is written.
+        self._wait_aside()
         self.tiering.load(pairs)
 
     def stored(self, name: str) -> int:
@@ -239,6 +241,10 @@ class BatchLayers:
         """First block of the window of a sparse request; None for one that is not."""
         request = self.requests[name]
         return request.window_start if request.sparse else None
+
+    def _wait_aside(self) -> None:
+        if self._aside is not None:
+            torch.cuda.current_stream().wait_stream(self._aside)
 
     def _run(self, batch: list[BatchStep], wanted: list[torch.Tensor] | None) -> None:
         observe = None if wanted is None else lambda _, blocks: wanted.append(blocks)
