@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from oasiskv.config import OasisConfig
+from oasiskv.core.batch import BatchLimits
 from oasiskv.core.geometry import KVGeometry
 from oasiskv.vllm.batch_layers import BatchLayers
 from oasiskv.vllm.layers import SparseLayers, StepTokens
@@ -17,6 +18,7 @@ GEOMETRY = KVGeometry(
 )
 NAMES = ("layer 0", "layer 1")
 BLOCKS, STORE_BLOCKS, SLOTS, DRAFTS = 400, 200, 6, 3
+LIMITS = BatchLimits(max_requests=4, max_tokens=512, max_drafts=DRAFTS)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -92,9 +94,7 @@ def at_once(world, config):
         STORE_BLOCKS,
         world.tables.__getitem__,
         world.starts.__getitem__,
-        max_requests=4,
-        max_tokens=512,
-        max_drafts=DRAFTS,
+        LIMITS,
     )
 
 
@@ -177,3 +177,9 @@ def test_same_choices_and_tiles(device, digest, lookahead, threshold):
     assert compared > 2000
     assert int(batch.layers.tiering.state.moved_tiles) > 500
     assert int(batch.layers.tiering.state.nan_scores) == 0
+
+
+def test_the_state_takes_what_was_taken_off_for_it():
+    config = config_of("keys4", "held_back")
+    world = World(at_once, config, "cpu", threshold=8)
+    assert world.layers.tiering.state.nbytes == LIMITS.state_bytes(GEOMETRY, config)

@@ -77,6 +77,33 @@ class BatchStep(NamedTuple):
     transition: bool
 
 
+class BatchLimits(NamedTuple):
+    """What the state of a batch is sized by.
+
+    Attributes:
+        max_requests: most requests at once.
+        max_tokens: longest request.
+        max_drafts: most drafts of a request in one step.
+    """
+
+    max_requests: int
+    max_tokens: int
+    max_drafts: int
+
+    @property
+    def ring_tokens(self) -> int:
+        """Queries kept of each request: the latest ones survive rejected drafts."""
+        return LATEST_QUERIES + self.max_drafts
+
+    def state_bytes(self, geometry: KVGeometry, config: OasisConfig) -> int:
+        """Bytes of the state on the device, digests apart."""
+        query = geometry.num_query_heads * geometry.head_dim * geometry.dtype.itemsize
+        maps = 2 * geometry.num_kv_heads * config.hot_blocks
+        own = geometry.blocks_for(self.max_tokens) + config.hot_blocks
+        layer = self.ring_tokens * query + 4 * maps
+        return self.max_requests * (geometry.num_layers * layer + 4 * own)
+
+
 class QueryRows(NamedTuple):
     """Which queries of a forward are kept, and where.
 
@@ -97,9 +124,7 @@ class BatchTiering:
         config: settings.
         store: where closed blocks go.
         caches: the engine's KV tensor of each layer, ``[blocks, H, block_tokens, 2 * head_dim]``.
-        max_requests: most requests at once.
-        max_tokens: longest request.
-        max_drafts: most drafts of a request in one step.
+        limits: what the state is sized by.
 
     Attributes:
         state: of all requests, on the device.
@@ -113,19 +138,16 @@ class BatchTiering:
         config: OasisConfig,
         store: HostStore,
         caches: Sequence[torch.Tensor],
-        max_requests: int,
-        max_tokens: int,
-        max_drafts: int,
+        limits: BatchLimits,
     ) -> None:
         self._geometry, self._config = geometry, config
         self._device = caches[0].device
-        # By position, modulo its length: the latest queries survive rejected drafts.
-        self._ring_tokens = LATEST_QUERIES + max_drafts
+        self._ring_tokens = limits.ring_tokens
+        self._rows = limits.max_requests
         self.state = LayerState(
-            geometry, config, store, caches, max_requests, max_tokens, self._ring_tokens
+            geometry, config, store, caches, self._rows, limits.max_tokens, self._ring_tokens
         )
-        self._rows = max_requests
-        self.free_rows = list(range(max_requests))[::-1]
+        self.free_rows = list(range(self._rows))[::-1]
         self.graph: torch.cuda.CUDAGraph | None = None
         self._inputs: torch.Tensor | None = None
         if self._device.type == "cuda":

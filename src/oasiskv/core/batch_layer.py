@@ -127,6 +127,12 @@ class LayerState:
         self.moved_tiles = torch.zeros((), dtype=torch.int64, device=device)
         self.nan_scores = torch.zeros(1, dtype=torch.int32, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state, from its storages; digests apart."""
+        parts = (self.ring, self.resident, self.last_wanted, self.store_index, self.slots)
+        return sum(part.untyped_storage().nbytes() for part in parts)
+
     def run(self, layer: int, work: StepWork, observe: Observer | None) -> None:
         """Write closed blocks through, keep what leaves the window, swap."""
         self._write_through(layer, *work.closed)

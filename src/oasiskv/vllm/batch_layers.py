@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from oasiskv.core.batch import BatchRequest, BatchStep, BatchTiering, QueryRows
+from oasiskv.core.batch import BatchLimits, BatchRequest, BatchStep, BatchTiering, QueryRows
 from oasiskv.drafts.lookahead import lookahead_row
 from oasiskv.vllm.store import AssignedStore
 
@@ -45,9 +46,7 @@ class BatchLayers:
         capacity_blocks: blocks of the host store.
         block_ids: gives vLLM's blocks of a request, by its id.
         computed_before: gives the tokens of a request that were in place before this step.
-        max_requests: most requests at once.
-        max_tokens: longest request.
-        max_drafts: most drafts of a request in one step.
+        limits: what the state of all requests is sized by.
 
     Attributes:
         digests: of the store's blocks.
@@ -63,19 +62,14 @@ class BatchLayers:
         capacity_blocks: int,
         block_ids: Callable[[str], list[int]],
         computed_before: Callable[[str], int],
-        *,
-        max_requests: int,
-        max_tokens: int,
-        max_drafts: int,
+        limits: BatchLimits,
     ) -> None:
         self.geometry = layers.geometry
         self.is_draft = layers.is_draft
         self.caches = list(caches)
         self.index = {name: index for index, name in enumerate(layers.names)}
         self.store = AssignedStore(self.geometry, capacity_blocks)
-        self.tiering = BatchTiering(
-            self.geometry, config, self.store, self.caches, max_requests, max_tokens, max_drafts
-        )
+        self.tiering = BatchTiering(self.geometry, config, self.store, self.caches, limits)
         self.digests = self.tiering.state.digests
         self.requests: dict[str, BatchRequest] = {}
         self.step_number = 0
@@ -98,11 +92,8 @@ class BatchLayers:
         """The scheduler's news of a request of this step, which is admitted if it is new."""
         request = self.requests.get(name)
         if request is None:
-
-            def block_ids() -> list[int]:
-                return self._block_ids(name)
-
-            request = self.requests[name] = self.tiering.admit(name, block_ids)
+            request = self.tiering.admit(name, partial(self._block_ids, name))
+            self.requests[name] = request
         if news.known:
             # The row may still be read for the request that had it before.
             self._wait_aside()

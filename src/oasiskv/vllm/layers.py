@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -127,10 +128,7 @@ class SparseLayers:
 
     def _admit(self, name: str) -> WorkerRequest:
         """A request goes through the store from now on."""
-
-        def block_ids() -> list[int]:
-            return self._block_ids(name)
-
+        block_ids = partial(self._block_ids, name)
         request = WorkerRequest(
             request_id=name,
             generation=next(self._generations),

@@ -12,6 +12,7 @@ from oasiskv.errors import StateError
 from oasiskv.vllm.batch_layers import BatchLayers
 from oasiskv.vllm.layers import SparseLayers, StepTokens
 from oasiskv.vllm.messages import OasisAck, OasisMetadata
+from oasiskv.vllm.settings import batch_limits
 from oasiskv.vllm.shapes import block_bytes, models_of, sparse_specs, store_capacity_blocks
 
 if TYPE_CHECKING:
@@ -82,18 +83,13 @@ class Runtime:
         self.config = config
         models = models_of(vllm_config, sparse_specs(cache))
         capacity = store_capacity_blocks(config, block_bytes(models))
-        speculative = vllm_config.speculative_config
-        limits = {
-            "max_requests": vllm_config.scheduler_config.max_num_seqs,
-            "max_tokens": vllm_config.model_config.max_model_len,
-            "max_drafts": speculative.num_speculative_tokens if speculative is not None else 0,
-        }
+        limits = batch_limits(vllm_config)
         self.models: list[SparseLayers | BatchLayers] = []
         for model in models:
             caches = [kv_caches[name] for name in model.names]
             common = (model, config, caches, capacity, self._block_ids)
             if caches[0].device.type in BATCHED_ON:
-                self.models.append(BatchLayers(*common, self.computed_before, **limits))
+                self.models.append(BatchLayers(*common, self.computed_before, limits))
             else:
                 self.models.append(SparseLayers(*common))
         self._model_of = {name: model for model in self.models for name in model.index}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from oasiskv.config import OasisConfig
+from oasiskv.core.batch import BatchLimits
 from oasiskv.errors import ConfigError
 from oasiskv.vllm.compat import DISABLE
 
@@ -62,3 +63,13 @@ def check_settings(config: OasisConfig) -> None:
                 f"{name}={getattr(config, name)} is not legal in vLLM: leave it out and set vLLM's "
                 f"{instead}"
             )
+
+
+def batch_limits(vllm_config: VllmConfig) -> BatchLimits:
+    """What the state of requests that are tiered at once is sized by."""
+    speculative = vllm_config.speculative_config
+    return BatchLimits(
+        max_requests=vllm_config.scheduler_config.max_num_seqs,
+        max_tokens=vllm_config.model_config.max_model_len,
+        max_drafts=speculative.num_speculative_tokens if speculative is not None else 0,
+    )

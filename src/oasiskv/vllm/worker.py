@@ -13,9 +13,9 @@ from vllm.v1.worker.gpu_worker import Worker
 from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.vllm.checks import check_digests, check_engine, check_layers, check_process
 from oasiskv.vllm.compat import disabled
-from oasiskv.vllm.runtime import current_runtime
+from oasiskv.vllm.runtime import BATCHED_ON, current_runtime
 from oasiskv.vllm.sampler import HeldBackSampler
-from oasiskv.vllm.settings import config_of
+from oasiskv.vllm.settings import batch_limits, config_of
 from oasiskv.vllm.shapes import block_bytes, digest_bytes, models_of, store_capacity_blocks
 from oasiskv.vllm.spec import OasisSpec
 
@@ -53,11 +53,17 @@ class OasisGPUWorker(Worker):
         return specs | bounded
 
     def determine_available_memory(self) -> int:
-        """Bytes for vLLM's KV pool: what vLLM finds, less the digests, which live beside it."""
+        """Bytes for vLLM's KV pool: what vLLM finds, less what we need beside it.
+
+        That is the digests and, where requests are tiered at once, their state.
+        """
         available: int = super().determine_available_memory()
         if self._inert:
             return available
         config = config_of(self.vllm_config)
+        if self.vllm_config.device_config.device_type in BATCHED_ON:
+            limits = batch_limits(self.vllm_config)
+            available -= sum(limits.state_bytes(m.geometry, config) for m in self._models)
         blocks = store_capacity_blocks(config, block_bytes(self._models))
         digests = blocks * digest_bytes(config, self._models)
         check_digests(available, digests, blocks)
