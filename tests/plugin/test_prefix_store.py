@@ -102,6 +102,7 @@ def test_without_vllms_prefix_caching_nothing_is_shared(tiny_folder, caching):
             forget_hbm(probe)
         [(_, found)] = cached_tokens(probe, [prompt], 4)
         assert (found or 0) == (192 if caching else 0)
+        assert (probe.state.store.kept_blocks > 0) == caching
 
 
 @pytest.mark.parametrize("caching", [True, False])

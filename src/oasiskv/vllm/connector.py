@@ -79,6 +79,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._state = state_of(gpu_block_pool)
         self._state.store = PrefixBlocks(self._plan.store_blocks, self._plan.block_bytes)
+        self._state.shares = bool(self._vllm.cache_config.enable_prefix_caching)
         speculative = self._vllm.speculative_config
         drafts = speculative.num_speculative_tokens if speculative is not None else 0
         self._state.decode_tokens = 1 + drafts
@@ -102,13 +103,12 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         state = self._state.requests.get(request.request_id)
         if self._inert or state is None or self._state.store is None:
             return 0, False
-        cache = self._vllm.cache_config
-        size = cache.block_size
+        size = self._vllm.cache_config.block_size
         # At least one token has to be computed, for its logits.
         most = (request.num_tokens - 1) // size
         if state.store_blocks:
             state.matched = state.store_blocks[:most]
-        elif cache.enable_prefix_caching and not request.skip_reading_prefix_cache:
+        elif self._state.shares and not request.skip_reading_prefix_cache:
             state.matched = self._state.store.match(request.block_hashes[:most])
         return max(0, len(state.matched) * size - num_computed_tokens), False
 

@@ -72,6 +72,7 @@ class SchedulerState:
         promised: store blocks that requests may come to need, from first admission to their end.
         dropped: ids whose state the workers must forget: ended or preempted.
         store: hands out store blocks; None until the connector has made it.
+        shares: requests find blocks of others in the store.
         decode_tokens: most tokens of a decoding request in one step, drafts included.
         batch_tokens: most tokens of all requests in one step.
     """
@@ -86,6 +87,7 @@ class SchedulerState:
         self.promised = 0
         self.dropped: list[str] = []
         self.store: PrefixBlocks | None = None
+        self.shares = False
         self.decode_tokens = 1
         self.batch_tokens = 1
 
@@ -130,7 +132,7 @@ class SchedulerState:
         state.stored = stored
         if window_start is not None and state.closed_dense is None:
             state.closed_dense = stored
-        hashes = state.request.block_hashes
+        hashes = state.request.block_hashes if self.shares else []
         most = stored if state.closed_dense is None else min(stored, state.closed_dense)
         for index in range(state.published, min(most, len(hashes))):
             self.store.publish(state.store_blocks[index], hashes[index])
