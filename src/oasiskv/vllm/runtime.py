@@ -30,6 +30,11 @@ BATCHED_ON = {"cuda"}
 is what that is compared with."""
 
 
+def tiers_at_once(device_type: str) -> bool:
+    """Whether the requests of a step are tiered at once on such a device."""
+    return device_type in BATCHED_ON
+
+
 @dataclass(frozen=True)
 class WorkerRecord:
     """What an observer sees of one request after each step that gained it tokens.
@@ -88,7 +93,7 @@ class Runtime:
         for model in models:
             caches = [kv_caches[name] for name in model.names]
             common = (model, config, caches, capacity, self._block_ids)
-            if caches[0].device.type in BATCHED_ON:
+            if tiers_at_once(caches[0].device.type):
                 self.models.append(BatchLayers(*common, self.computed_before, limits))
             else:
                 self.models.append(SparseLayers(*common))

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.vllm.checks import check_digests, check_engine, check_layers, check_process
 from oasiskv.vllm.compat import disabled
-from oasiskv.vllm.runtime import BATCHED_ON, current_runtime
+from oasiskv.vllm.runtime import current_runtime, tiers_at_once
 from oasiskv.vllm.sampler import HeldBackSampler
 from oasiskv.vllm.settings import batch_limits, config_of
 from oasiskv.vllm.shapes import block_bytes, digest_bytes, models_of, store_capacity_blocks
@@ -61,7 +61,7 @@ class OasisGPUWorker(Worker):
         if self._inert:
             return available
         config = config_of(self.vllm_config)
-        if self.vllm_config.device_config.device_type in BATCHED_ON:
+        if tiers_at_once(self.vllm_config.device_config.device_type):
             limits = batch_limits(self.vllm_config)
             available -= sum(limits.state_bytes(m.geometry, config) for m in self._models)
         blocks = store_capacity_blocks(config, block_bytes(self._models))
