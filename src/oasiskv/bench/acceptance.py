@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oasiskv.bench.in_process import BATCHED_TOKENS, STOCK_BLOCK_TOKENS, vllm_in_process
+from oasiskv.bench.in_process import (
+    BATCHED_TOKENS,
+    STOCK_BLOCK_TOKENS,
+    closed_engine,
+    greedy_sampling,
+    vllm_in_process,
+)
 from oasiskv.config import BLOCK_TOKENS, OasisConfig
 from oasiskv.data import data_path
 from oasiskv.drafts.lookahead import LookaheadMode
@@ -150,17 +156,10 @@ def _run(
     prompts: list[list[int]], new_tokens: int, hot_tokens: int | None, engine: dict[str, Any]
 ) -> AcceptanceReport:
     """All passages at once on one engine, which is closed at the end."""
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(**engine)
-    try:
-        sampling = SamplingParams(
-            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
-        )
-        llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    with closed_engine(engine) as llm:
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        llm.generate(inputs, greedy_sampling(new_tokens), use_tqdm=False)
         counts = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-    finally:
-        llm.llm_engine.engine_core.shutdown()
     return AcceptanceReport(
         hot_tokens,
         forwards=counts["vllm:spec_decode_num_drafts"],

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from oasiskv.bench.in_process import BATCHED_TOKENS, STOCK_BLOCK_TOKENS, vllm_in_process
+from oasiskv.bench.in_process import (
+    BATCHED_TOKENS,
+    STOCK_BLOCK_TOKENS,
+    add_random_requests,
+    closed_engine,
+    vllm_in_process,
+)
 from oasiskv.config import BLOCK_TOKENS, OasisConfig
 from oasiskv.errors import ConfigError
 
@@ -207,8 +213,6 @@ def _run(
     folder: Path | str, workload: Workload, block_tokens: int, engine_args: dict[str, Any]
 ) -> EngineReport:
     """The workload on one engine, which is closed at the end."""
-    from vllm import LLM, SamplingParams
-
     settings = {
         "model": str(folder),
         "skip_tokenizer_init": True,
@@ -220,20 +224,14 @@ def _run(
         "max_num_seqs": workload.requests,
         "max_num_batched_tokens": BATCHED_TOKENS,
     }
-    llm = LLM(**(settings | engine_args))
-    engine = llm.llm_engine
-    try:
+    with closed_engine(settings | engine_args) as llm:
+        engine = llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
         pool_bytes = sum(tensor.size for tensor in scheduler.kv_cache_config.kv_cache_tensors)
         report = EngineReport(block_tokens, scheduler.kv_cache_config.num_blocks, pool_bytes)
-        sampling = SamplingParams(
-            temperature=0, max_tokens=workload.new_tokens, ignore_eos=True, detokenize=False
+        add_random_requests(
+            llm, workload.requests, workload.prompt_tokens, workload.new_tokens, workload.seed
         )
-        generator = torch.Generator().manual_seed(workload.seed)
-        vocabulary = engine.vllm_config.model_config.get_vocab_size()
-        size = (workload.requests, workload.prompt_tokens)
-        for index, prompt in enumerate(torch.randint(vocabulary, size, generator=generator)):
-            engine.add_request(str(index), {"prompt_token_ids": prompt.tolist()}, sampling)
         requests = list(scheduler.requests.values())
         sampler = _Sampler(scheduler, report)
         start = time.perf_counter()
@@ -249,6 +247,4 @@ def _run(
             for model in current_runtime().models:
                 report.store_bytes += model.store.nbytes
                 report.digest_bytes += model.digests.nbytes
-    finally:
-        engine.engine_core.shutdown()
     return report

@@ -9,10 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from transformers import LlamaConfig
 
-from oasiskv.bench.in_process import vllm_in_process
+from oasiskv.bench.in_process import add_random_requests, closed_engine, vllm_in_process
 from oasiskv.config import BLOCK_TOKENS, OasisConfig
 
 SHAPES = {
@@ -112,22 +111,11 @@ def measure_decode(
 
 def _run(load: DecodeLoad, engine_args: dict[str, Any]) -> DecodeReport:
     """The load on one engine, which is closed at the end."""
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(**engine_args)
-    engine = llm.llm_engine
-    try:
+    with closed_engine(engine_args) as llm:
+        engine = llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
-        vocabulary = engine.vllm_config.model_config.get_vocab_size()
-        generator = torch.Generator().manual_seed(0)
-        size = (load.requests, load.prompt_tokens)
-        prompts = torch.randint(vocabulary, size, generator=generator).tolist()
-        sampling = SamplingParams(
-            temperature=0, max_tokens=10**6, ignore_eos=True, detokenize=False
-        )
-        for index, prompt in enumerate(prompts):
-            engine.add_request(str(index), {"prompt_token_ids": prompt}, sampling)
+        add_random_requests(llm, load.requests, load.prompt_tokens, new_tokens=10**6)
         start = time.perf_counter()
         while any(r.num_output_tokens == 0 for r in scheduler.requests.values()):
             engine.step()
@@ -143,8 +131,6 @@ def _run(load: DecodeLoad, engine_args: dict[str, Any]) -> DecodeReport:
         fetched = (_moved_bytes(engine_args) - before) / load.steps
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         engine.abort_request([str(index) for index in range(load.requests)])
-    finally:
-        engine.engine_core.shutdown()
     deciles = statistics.quantiles(times, n=10)
     median = statistics.median(times)
     return DecodeReport(

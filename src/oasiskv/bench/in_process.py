@@ -6,10 +6,15 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from oasiskv.config import BLOCK_TOKENS, OasisConfig
 from oasiskv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
 
 STOCK_BLOCK_TOKENS = 2 * BLOCK_TOKENS
 """Stock vLLM's CPU kernels want blocks of a multiple of 32 tokens."""
@@ -60,3 +65,35 @@ def vllm_in_process() -> Iterator[Callable[[OasisConfig], dict[str, Any]]]:
     finally:
         if before is not None:
             os.environ[_KV_SPACE] = before
+
+
+@contextmanager
+def closed_engine(engine_args: dict[str, Any]) -> Iterator[LLM]:
+    """An engine that is closed at the end, so that another can start."""
+    from vllm import LLM
+
+    llm = LLM(**engine_args)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def greedy_sampling(new_tokens: int) -> SamplingParams:
+    """Greedy decoding of exactly ``new_tokens`` tokens, which nobody reads."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+
+
+def add_random_requests(
+    llm: LLM, requests: int, prompt_tokens: int, new_tokens: int, seed: int = 0
+) -> None:
+    """Add requests with ids 0, 1, ... whose prompts are random tokens of the model's vocabulary."""
+    engine = llm.llm_engine
+    vocabulary = engine.vllm_config.model_config.get_vocab_size()
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(vocabulary, (requests, prompt_tokens), generator=generator)
+    for index, prompt in enumerate(prompts.tolist()):
+        request = {"prompt_token_ids": prompt}
+        engine.add_request(str(index), request, greedy_sampling(new_tokens))

@@ -65,7 +65,7 @@ class BatchStep(NamedTuple):
     Attributes:
         request: the request.
         start: tokens whose KV was in place before.
-        computed: tokens whose KV is in place now.
+        computed: tokens whose KV is in place now; the blocks that they close were assigned.
         lookahead: position of the token whose query looks ahead, once sparse.
         transition: a dense request, whose slots are there, is to go sparse.
     """
@@ -298,10 +298,7 @@ class BatchTiering:
         if request.first is None:
             request.first = step.start
         first = len(request.store_blocks)
-        # Drafts may be accepted past the request's last token: it ends with this step, and no room
-        # was kept in the store for them.
-        most = (first + len(request.assigned) + 1) * size - 1
-        request.computed = min(step.computed, most)
+        request.computed = step.computed
         end = request.computed // size
         if end == first:
             return []

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from oasiskv.core.batch import BatchLimits, BatchRequest, BatchStep, BatchTiering, QueryRows
-from oasiskv.drafts.lookahead import lookahead_row
 from oasiskv.vllm.store import AssignedStore
 
 if TYPE_CHECKING:
@@ -65,7 +64,6 @@ class BatchLayers:
         limits: BatchLimits,
     ) -> None:
         self.geometry = layers.geometry
-        self.is_draft = layers.is_draft
         self.caches = list(caches)
         self.index = {name: index for index, name in enumerate(layers.names)}
         self.store = AssignedStore(self.geometry, capacity_blocks)
@@ -151,7 +149,7 @@ class BatchLayers:
     def before_attention(
         self, layer_name: str, name: str, query: torch.Tensor, most_drafts: int
     ) -> None:
-        """``wait`` and ``keep_queries`` for one request, on the CPU."""
+        """``keep_queries`` for one request, on the CPU, where nothing runs aside."""
         rows = self.query_rows([name], [0, len(query)])
         self.keep_queries(layer_name, query, rows)
 
@@ -247,14 +245,13 @@ class BatchLayers:
 
     def _batch_step(self, name: str, tokens: StepTokens, transition: bool) -> BatchStep:
         request = self.requests[name]
-        ahead = 0
-        if tokens.sampled:
-            ahead = lookahead_row(self._config.lookahead, tokens.drafts, tokens.sampled)
+        closable = len(request.store_blocks) + len(request.assigned)
+        row = tokens.lookahead(self._config.lookahead) if tokens.sampled else 0
         return BatchStep(
             request,
             tokens.start,
-            tokens.computed,
-            lookahead=tokens.start + tokens.fed - 1 + ahead,
+            tokens.computed_within(closable, self.geometry.block_tokens),
+            lookahead=tokens.start + row,
             transition=transition and not request.sparse and bool(request.slots),
         )
 

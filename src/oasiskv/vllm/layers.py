@@ -11,7 +11,7 @@ import torch
 
 from oasiskv.core.request import TieredRequest
 from oasiskv.core.tiering import LATEST_QUERIES, Tiering
-from oasiskv.drafts.lookahead import lookahead_row
+from oasiskv.drafts.lookahead import LookaheadMode, lookahead_row
 from oasiskv.ops.gather.reference import gather_tiles
 from oasiskv.vllm.memory import PagedKV
 from oasiskv.vllm.store import AssignedStore
@@ -78,6 +78,21 @@ class StepTokens(NamedTuple):
     def computed(self) -> int:
         """Tokens in place after it."""
         return self.start + self.gained
+
+    def computed_within(self, blocks: int, block_tokens: int) -> int:
+        """Tokens in place after it that a request may count which has ``blocks`` store blocks.
+
+        Drafts may be accepted past the request's last token: it ends with this step, and the
+        scheduler has kept no room in the store for them.
+        """
+        return min(self.computed, (blocks + 1) * block_tokens - 1)
+
+    def lookahead(self, mode: LookaheadMode) -> int:
+        """Which of its tokens looks ahead, once one is sampled.
+
+        Those before the last token that is no draft were recomputed.
+        """
+        return self.fed - 1 + lookahead_row(mode, self.drafts, self.sampled)
 
 
 class SparseLayers:
@@ -239,11 +254,8 @@ class SparseLayers:
     def _after_step(self, name: str, tokens: StepTokens, transition: bool) -> torch.Tensor | None:
         """Close blocks, go sparse, select and start transfers of one request."""
         request = self.requests[name]
-        # Drafts may be accepted past the request's last token: it ends with this step, and the
-        # scheduler has kept no room in the store for them.
         closable = len(request.store_blocks) + len(request.assigned)
-        most = (closable + 1) * self.geometry.block_tokens - 1
-        request.computed = min(tokens.computed, most)
+        request.computed = tokens.computed_within(closable, self.geometry.block_tokens)
         forwards = len(request.queries[0])
         if not forwards:
             # vLLM does not draft near the end of the longest sequence: nobody wrote the draft's KV.
@@ -273,6 +285,4 @@ class SparseLayers:
         if self.is_draft:
             queries = request.step_queries(-1)
             return queries, queries.shape[1] - 1
-        # Rows before the last token belong to tokens that were recomputed.
-        ahead = lookahead_row(self._config.lookahead, tokens.drafts, tokens.sampled)
-        return request.step_queries(0), tokens.fed - 1 + ahead
+        return request.step_queries(0), tokens.lookahead(self._config.lookahead)

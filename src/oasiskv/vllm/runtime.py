@@ -125,13 +125,13 @@ class Runtime:
         message = scheduled.kv_connector_metadata
         if not isinstance(message, OasisMetadata):
             raise StateError(f"OasisMetadata is needed, found {type(message).__name__}")
+        loads = [pair for news in message.requests.values() for pair in news.loads]
         for model in self.models:
             model.step_number += 1
             for name in message.dropped:
                 model.drop(name)
             for name, news in message.requests.items():
                 model.take_news(name, news)
-            loads = [pair for news in message.requests.values() for pair in news.loads]
             if loads:
                 model.load(loads)
             model.settle(list(message.requests))

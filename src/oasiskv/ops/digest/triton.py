@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from oasiskv.ops.digest.reference import Keys4
+from oasiskv.ops.strides import check_last_dim
 
 
 def write_minmax(cache: Tensor, source_index: Tensor, digests: Tensor, dest_index: Tensor) -> None:
@@ -14,7 +15,7 @@ def write_minmax(cache: Tensor, source_index: Tensor, digests: Tensor, dest_inde
     HBM; 5 KiB at ``B = 16, D = 128`` in bf16, that is 1 ns a tile. At less than a few thousand
     tiles the launch is longer.
     """
-    _check_last_dim(cache=cache, digests=digests)
+    check_last_dim(cache=cache, digests=digests)
     num_heads, block_tokens, width = cache.shape[1:]
     _minmax_kernel[(len(source_index), num_heads)](
         cache, source_index, digests, dest_index,
@@ -34,7 +35,7 @@ def write_keys4(cache: Tensor, source_index: Tensor, digests: Keys4, dest_index:
     the bandwidth of HBM; 5.5 KiB at ``B = 16, D = 128``.
     """
     codes, scale_zero = digests
-    _check_last_dim(cache=cache, codes=codes, scale_zero=scale_zero)
+    check_last_dim(cache=cache, codes=codes, scale_zero=scale_zero)
     num_heads, block_tokens, width = cache.shape[1:]
     if width % 4:
         raise ValueError(
@@ -51,14 +52,6 @@ def write_keys4(cache: Tensor, source_index: Tensor, digests: Keys4, dest_index:
         HALF=width // 4, HALF_PADDED=triton.next_power_of_2(width // 4),
         num_warps=2,
     )  # fmt: skip
-
-
-def _check_last_dim(**tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.stride(-1) != 1:
-            raise ValueError(
-                f"the last dimension of {name} must be contiguous; found strides {tensor.stride()}"
-            )
 
 
 @triton.jit

@@ -24,11 +24,7 @@ def gather_tiles(source: Tensor, source_index: Tensor, dest: Tensor, dest_index:
         ValueError: dtype or tile shape of ``dest`` and ``source`` differ, or only one index of a
             pair is negative.
     """
-    if source.dtype != dest.dtype or source.shape[1:] != dest.shape[1:]:
-        raise ValueError(
-            f"source and dest must hold the same tiles; found {source.dtype} "
-            f"{list(source.shape[1:])} and {dest.dtype} {list(dest.shape[1:])}"
-        )
+    check_same_tiles(source, dest)
     source_index, dest_index = source_index.to(source.device), dest_index.to(source.device)
     used = source_index >= 0
     half_pairs = int((used != (dest_index >= 0)).sum())
@@ -91,3 +87,16 @@ def _blocks_of(index: Tensor, blocks: Tensor | None) -> Tensor:
         return index.long()
     rows = torch.arange(len(index), device=index.device)[:, None, None]
     return blocks[rows, index.clamp(min=0).long()].long()
+
+
+def check_same_tiles(source: Tensor, dest: Tensor) -> None:
+    """Refuse two tensors of blocks whose tiles cannot be copied as they are.
+
+    Raises:
+        ValueError: dtype or tile shape differ.
+    """
+    if source.dtype != dest.dtype or source.shape[1:] != dest.shape[1:]:
+        raise ValueError(
+            f"source and dest must hold the same tiles; found {source.dtype} "
+            f"{list(source.shape[1:])} and {dest.dtype} {list(dest.shape[1:])}"
+        )

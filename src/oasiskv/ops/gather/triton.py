@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oasiskv.ops.gather.reference import check_same_tiles
+
 # Tiles whose reads a program has under way at once: 32 programs of 2 tiles of 8 KiB are 512 KiB,
 # several times what the link holds between request and answer.
 _TILES_AT_ONCE = 2
@@ -45,11 +47,7 @@ def gather_rows(
     Raises:
         ValueError: dtype or tile shape differ, or a tile is not contiguous.
     """
-    if source.dtype != dest.dtype or source.shape[1:] != dest.shape[1:]:
-        raise ValueError(
-            f"source and dest must hold the same tiles; found {source.dtype} "
-            f"{list(source.shape[1:])} and {dest.dtype} {list(dest.shape[1:])}"
-        )
+    check_same_tiles(source, dest)
     words = _word_dtype(source, dest)
     source, dest = _as_words("source", source, words), _as_words("dest", dest, words)
     num_rows, num_heads, width = source_index.shape

@@ -75,7 +75,7 @@ def make_plan(
     Raises:
         ValueError: ``budget`` or ``cap`` is negative, or a candidate's score is NaN.
     """
-    _check_limits(budget, cap)
+    check_limits(budget, cap)
     num_blocks, num_slots = scores.shape[2], resident.shape[2]
     allowed = candidates[:, None, :].expand_as(scores)
     nan = int((scores.isnan() & allowed).sum())
@@ -177,7 +177,7 @@ def plan_rows(
     Raises:
         ValueError: ``budget`` or ``cap`` is negative.
     """
-    _check_limits(budget, cap)
+    check_limits(budget, cap)
     num_rows, num_heads, num_blocks = scores.shape
     width = min(budget, resident.shape[2]) if cap is None else cap
     block = torch.arange(num_blocks, device=scores.device)
@@ -210,7 +210,12 @@ def plan_rows(
     return RowsPlan(wanted, sources, victims, misses)
 
 
-def _check_limits(budget: int, cap: int | None) -> None:
+def check_limits(budget: int, cap: int | None) -> None:
+    """Refuse a negative budget or cap, in blocks.
+
+    Raises:
+        ValueError: with both.
+    """
     if budget < 0 or (cap is not None and cap < 0):
         raise ValueError(f"budget and cap must not be negative; found {budget} and {cap} blocks")
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oasiskv.ops.plan.reference import RowsPlan
+from oasiskv.ops.plan.reference import RowsPlan, check_limits
 
 # Up to this many blocks a row stays in registers; longer rows are read again for each bit.
 _MOST_BLOCKS_IN_REGISTERS = 4096
@@ -41,8 +41,7 @@ def plan_rows(
     scores at ``R = 64, H = 8, N = 1,024``, under 1 us. What it takes is the latency of about 45
     block-wide reductions, and two more per pair.
     """
-    if budget < 0 or (cap is not None and cap < 0):
-        raise ValueError(f"budget and cap must not be negative; found {budget} and {cap} blocks")
+    check_limits(budget, cap)
     _check_contiguous(scores=scores, resident=resident, last_wanted=last_wanted)
     num_rows, num_heads, num_blocks = scores.shape
     num_slots = resident.shape[2]

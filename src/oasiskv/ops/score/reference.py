@@ -117,7 +117,7 @@ def block_scores(
         ValueError: ``Hq`` is not a multiple of ``num_kv_heads``.
     """
     dtype = _math_dtype(logits, logits)
-    group = _group(logits.shape[2], num_kv_heads)
+    group = group_size(logits.shape[2], num_kv_heads)
     allowed = candidates[:, None, None, :]
     shares = logits.to(dtype).masked_fill(~allowed, -math.inf).softmax(-1)
     # A row without candidates is all -inf, whose softmax is NaN: the fill takes that away too.
@@ -226,8 +226,12 @@ def _math_dtype(first: Tensor, second: Tensor) -> torch.dtype:
     return torch.promote_types(wider, torch.float32)
 
 
-def _group(num_query_heads: int, num_kv_heads: int) -> int:
-    """Query heads of one KV head."""
+def group_size(num_query_heads: int, num_kv_heads: int) -> int:
+    """Query heads of one KV head.
+
+    Raises:
+        ValueError: the heads do not divide.
+    """
     if num_query_heads % num_kv_heads:
         raise ValueError(
             f"the number of query heads must be a multiple of the number of KV heads; "
@@ -238,7 +242,7 @@ def _group(num_query_heads: int, num_kv_heads: int) -> int:
 
 def _by_kv_head(queries: Tensor, num_kv_heads: int) -> Tensor:
     """``[R, Q, Hq, D]`` -> ``[R, H, Q * G, D]``."""
-    group = _group(queries.shape[2], num_kv_heads)
+    group = group_size(queries.shape[2], num_kv_heads)
     num_rows, num_queries, _, head_dim = queries.shape
     grouped = queries.reshape(num_rows, num_queries, num_kv_heads, group, head_dim)
     return grouped.transpose(1, 2).flatten(2, 3)

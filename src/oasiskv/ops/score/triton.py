@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from oasiskv.ops.digest.reference import Keys4
+from oasiskv.ops.score.reference import group_size
+from oasiskv.ops.strides import check_last_dim
 
 # Heads are the fastest grid axis, so that the digests of one block, side by side in the pool, are
 # read at about the same time. Blocks are rows of the matrix product.
@@ -37,7 +39,7 @@ def minmax_scores(
     bandwidth of HBM: 268 MB at ``R = 64, N = 1,024, H = 8, D = 128``.
     """
     logits, grid, shape = _prepare(queries, digests, blocks, _MINMAX_BLOCKS, _MINMAX_TILES)
-    _check_last_dim(queries=queries, digests=digests, blocks=blocks)
+    check_last_dim(queries=queries, digests=digests, blocks=blocks)
     _minmax_logits_kernel[grid](
         queries, lookahead, digests, blocks, first, end, logits,
         queries.stride(0), queries.stride(1), queries.stride(2),
@@ -70,7 +72,7 @@ def keys4_scores(
     """
     codes, scale_zero = digests
     logits, grid, shape = _prepare(queries, codes, blocks, _KEYS4_BLOCKS, 1)
-    _check_last_dim(queries=queries, codes=codes, scale_zero=scale_zero, blocks=blocks)
+    check_last_dim(queries=queries, codes=codes, scale_zero=scale_zero, blocks=blocks)
     half = codes.shape[-1]
     _keys4_logits_kernel[grid](
         queries, lookahead, codes, scale_zero, blocks, first, end, logits,
@@ -92,12 +94,7 @@ def _prepare(
     """Logits ``[R, Hq, N]`` to fill, the grid, and what is constant for both kernels."""
     num_rows, _, num_query_heads, _ = queries.shape
     num_kv_heads = digests.shape[1]
-    if num_query_heads % num_kv_heads:
-        raise ValueError(
-            f"the number of query heads must be a multiple of the number of KV heads; "
-            f"found {num_query_heads} and {num_kv_heads}"
-        )
-    group = num_query_heads // num_kv_heads
+    group = group_size(num_query_heads, num_kv_heads)
     logits = torch.empty(
         (num_rows, num_query_heads, blocks.shape[1]), dtype=torch.float32, device=queries.device
     )
@@ -118,14 +115,6 @@ def _scores(logits: Tensor, first: Tensor, end: Tensor, num_kv_heads: int) -> Te
             num_warps=4,
         )  # fmt: skip
     return scores
-
-
-def _check_last_dim(**tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.stride(-1) != 1:
-            raise ValueError(
-                f"the last dimension of {name} must be contiguous; found strides {tensor.stride()}"
-            )
 
 
 def _math_dtype(digests: Tensor) -> tl.dtype:
