@@ -14,6 +14,8 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
+from oasiskv.vllm import engine_args
+from oasiskv.vllm.batch_layers import BatchLayers
 from plugin.engines import engine
 from plugin.probe import NGRAM, probed
 
@@ -85,7 +87,16 @@ ENGINES = {
         "settings": {"lookahead": "held_back"},
         "max_num_batched_tokens": 72,
     },
-    "piecewise graphs": {"enforce_eager": False},
+    "piecewise graphs": {
+        "enforce_eager": False,
+        "compilation_config": {"cudagraph_mode": "PIECEWISE"},
+    },
+    "full graphs": {"enforce_eager": False},
+    "full graphs, held_back": {
+        "enforce_eager": False,
+        "speculative_config": NGRAM,
+        "settings": {"lookahead": "held_back"},
+    },
 }
 
 
@@ -101,6 +112,34 @@ def test_forced_refetch_gives_stock_vllms_output(folder, stock, args):
         assert len(probe.sparse) == len(PROMPTS)
         assert probe.refetch.fetched_bytes > 0
         tiering = probe.runtime.target.tiering
-        assert tiering.graph is not None
+        assert tiering.graphs.replays > NEW
         assert int(tiering.state.nan_scores) == 0
         probe.assert_all_back()
+
+
+SMALL = {
+    "budget_tokens": 64,
+    "hot_tokens": 96,
+    "sink_tokens": 16,
+    "window_tokens": 32,
+    "host_gib": 0.0625,
+}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_each_layer_of_a_full_graph_waits_for_its_transfer(folder, monkeypatch, waits):
+    """With what runs aside held up, the output stays; it does not where the wait is left out."""
+    if not waits:
+        monkeypatch.setattr(BatchLayers, "wait", lambda *args: None)
+    prompts = [prompt_of(length) for length in (250, 260, 270, 400)]
+    args = ARGS | {"enforce_eager": False} | engine_args(**SMALL)
+    with engine(folder, **args) as llm:
+        expected = decode(llm, prompts)
+        run = BatchLayers._run
+
+        def late(layers, *args):
+            torch.cuda._sleep(50_000_000)
+            run(layers, *args)
+
+        monkeypatch.setattr(BatchLayers, "_run", late)
+        assert (decode(llm, prompts) == expected) == waits

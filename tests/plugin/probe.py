@@ -88,6 +88,10 @@ class Probe:
             if not block.ref_cnt and not block.is_null and block.block_hash is None
         }
         for model in runtime.models:
+            if isinstance(model, BatchLayers):
+                # As whoever is handed these blocks does before writing them.
+                for name in model.index:
+                    model.wait(name)
             for cache in model.caches:
                 for block in unowned - self._blank:
                     cache[block] = self.fill

@@ -152,6 +152,13 @@ def ops_command(
     console.print(table)
     for name, shape in {op.name: op.shape for op in report.ops}.items():
         console.print(f"{name}: {shape}", highlight=False)
+    for beside in report.interference:
+        console.print(
+            f"matrix products beside a gather of {beside.programs} programs: "
+            f"{100 * beside.slowdown:.1f} % slower ({beside.alone.median_us:.0f} us alone); "
+            f"the gather {beside.gather_beside_us:.0f} us for {beside.gather_alone_us:.0f} us",
+            highlight=False,
+        )
 
 
 @app.command("decode")

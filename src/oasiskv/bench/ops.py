@@ -9,6 +9,7 @@ from types import ModuleType
 
 import torch
 
+from oasiskv.bench.interference import Interference, measure_interference
 from oasiskv.bench.op_cases import CPU_SIZES, GPU_SIZES, Case, Sizes, make_cases
 from oasiskv.bench.timing import Spread, time_calls
 from oasiskv.errors import ConfigError, StateError
@@ -50,6 +51,7 @@ class OpsReport:
         h2d_gbps: bytes copied from (pinned) host memory, 10**9 a second.
         d2h_gbps: bytes copied to (pinned) host memory, 10**9 a second.
         ops: times.
+        interference: what gathers cost a main stream; none on a CPU or with another ``only``.
     """
 
     device: str
@@ -57,6 +59,7 @@ class OpsReport:
     h2d_gbps: float
     d2h_gbps: float
     ops: list[OpTime]
+    interference: list[Interference]
 
 
 def measure_ops(
@@ -88,12 +91,14 @@ def measure_ops(
     for case in make_cases(sizes or (GPU_SIZES if device == "cuda" else CPU_SIZES), where):
         if case.name.startswith(only):
             ops.extend(_time_case(case, where, bandwidth[case.link], repeats))
+    gathers = device == "cuda" and "gather".startswith(only)
     return OpsReport(
         device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
         copy_gbps=bandwidth["memory"] / 1e9,
         h2d_gbps=bandwidth["h2d"] / 1e9,
         d2h_gbps=bandwidth["d2h"] / 1e9,
         ops=ops,
+        interference=measure_interference(repeats) if gathers else [],
     )
 
 

@@ -56,11 +56,11 @@ def time_calls(
         run()
     if device.type != "cuda":
         return Spread.of([_seconds(run) * 1e6 for _ in range(repeats)])
-    call = _captured(run) if graph else run
+    call = captured(run) if graph else run
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
     pairs = []
     for _ in range(repeats):
-        start, end = _event(), _event()
+        start, end = event(), event()
         flush.zero_()
         start.record()
         call()
@@ -70,9 +70,9 @@ def time_calls(
     return Spread.of([start.elapsed_time(end) * 1e3 for start, end in pairs])
 
 
-def _event() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return event
+def event() -> torch.cuda.Event:
+    """An event whose time can be read."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -81,7 +81,8 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _captured(run: Callable[[], object]) -> Callable[[], object]:
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """A call that replays ``run`` as a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):

@@ -14,15 +14,13 @@ from typing import NamedTuple
 import torch
 
 from oasiskv.config import OasisConfig
+from oasiskv.core.batch_graphs import LayerGraphs
 from oasiskv.core.batch_layer import FirstFill, LayerState, Observer, StepWork
+from oasiskv.core.batch_limits import BatchLimits
 from oasiskv.core.geometry import KVGeometry
 from oasiskv.core.tiering import LATEST_QUERIES
 from oasiskv.errors import StateError
 from oasiskv.stores.host import HostStore
-
-_FEW_PAIRS = 128
-"""Blocks that may close, or leave the window, in a step that is replayed as a graph. More are
-padded to a multiple of this as well, so that kernels are compiled for few shapes."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -77,42 +75,15 @@ class BatchStep(NamedTuple):
     transition: bool
 
 
-class BatchLimits(NamedTuple):
-    """What the state of a batch is sized by.
-
-    Attributes:
-        max_requests: most requests at once.
-        max_tokens: longest request.
-        max_drafts: most drafts of a request in one step.
-    """
-
-    max_requests: int
-    max_tokens: int
-    max_drafts: int
-
-    @property
-    def ring_tokens(self) -> int:
-        """Queries kept of each request: the latest ones survive rejected drafts."""
-        return LATEST_QUERIES + self.max_drafts
-
-    def state_bytes(self, geometry: KVGeometry, config: OasisConfig) -> int:
-        """Bytes of the state on the device, digests apart."""
-        query = geometry.num_query_heads * geometry.head_dim * geometry.dtype.itemsize
-        maps = 2 * geometry.num_kv_heads * config.hot_blocks
-        own = geometry.blocks_for(self.max_tokens) + config.hot_blocks
-        layer = self.ring_tokens * query + 4 * maps
-        return self.max_requests * (geometry.num_layers * layer + 4 * own)
-
-
 class QueryRows(NamedTuple):
     """Which queries of a forward are kept, and where.
 
     Attributes:
-        source: int64 ``[n]``, tokens of the batch.
+        source: int64 ``[n]``, tokens of the batch; None for its first ``n``.
         dest: int64 ``[n]``, places in the ring of a layer.
     """
 
-    source: torch.Tensor
+    source: torch.Tensor | None
     dest: torch.Tensor
 
 
@@ -125,11 +96,14 @@ class BatchTiering:
         store: where closed blocks go.
         caches: the engine's KV tensor of each layer, ``[blocks, H, block_tokens, 2 * head_dim]``.
         limits: what the state is sized by.
+        layer_done: called after a layer's last op on the current stream, in the order of layers,
+            while it is enqueued or captured: what it reads may be written from there on.
 
     Attributes:
         state: of all requests, on the device.
         free_rows: rows of it that no request has.
-        graph: the layers of a step, once captured; None before, and off CUDA.
+        graphs: the layers of a step, captured on the current stream, on which ``after_step`` has to
+            be called; None off CUDA.
     """
 
     def __init__(
@@ -139,8 +113,9 @@ class BatchTiering:
         store: HostStore,
         caches: Sequence[torch.Tensor],
         limits: BatchLimits,
+        layer_done: Callable[[int], None],
     ) -> None:
-        self._geometry, self._config = geometry, config
+        self._geometry, self._config, self._layer_done = geometry, config, layer_done
         self._device = caches[0].device
         self._ring_tokens = limits.ring_tokens
         self._rows = limits.max_requests
@@ -148,11 +123,17 @@ class BatchTiering:
             geometry, config, store, caches, self._rows, limits.max_tokens, self._ring_tokens
         )
         self.free_rows = list(range(self._rows))[::-1]
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: torch.Tensor | None = None
+        self._widths = limits.widths(geometry.block_tokens)
+        self._most_blocks = geometry.blocks_for(limits.max_tokens)
+        self.graphs: LayerGraphs | None = None
         if self._device.type == "cuda":
-            self.state.warm_up([_FEW_PAIRS, 2 * _FEW_PAIRS])
-            torch.cuda.synchronize()
+            for width in self._widths:
+                self.state.warm_up(width)
+            sizes = {width: 4 * width + 5 * self._rows for width in self._widths}
+            fill_size = 4 + 3 * LATEST_QUERIES + self._most_blocks
+            self.graphs = LayerGraphs(
+                self.state, geometry.num_layers, sizes, fill_size, layer_done, self._device
+            )
 
     def admit(self, request_id: str, block_ids: Callable[[], Sequence[int]]) -> BatchRequest:
         """Give a request a row.
@@ -188,9 +169,10 @@ class BatchTiering:
         Args:
             pairs: store block and engine's block.
         """
-        both = self.upload(_columns(pairs), torch.int32)
-        for layer in range(self._geometry.num_layers):
-            self.state.load(layer, both[0], both[1])
+        for part in _parts(pairs, self._widths[-1]):
+            both = self.upload(_columns(part, self._width(len(part))), torch.int32).view(2, -1)
+            for layer in range(self._geometry.num_layers):
+                self.state.load(layer, both[0], both[1])
 
     def release(self, request: BatchRequest) -> None:
         """An ended request gives its row and its digests back."""
@@ -198,12 +180,22 @@ class BatchTiering:
         request.store_blocks = []
         self.free_rows.append(request.row)
 
-    def query_rows(self, spans: Sequence[tuple[BatchRequest, int, int, int]]) -> QueryRows:
-        """Which queries of a forward to keep: the latest of each request.
+    @property
+    def unneeded_place(self) -> int:
+        """A place in the ring of a layer for queries that nobody needs."""
+        return self._rows * self._ring_tokens
+
+    def query_places(
+        self, spans: Sequence[tuple[BatchRequest, int, int, int]]
+    ) -> tuple[list[int], list[int]]:
+        """Which queries of a forward to keep, the latest of each request, and where.
 
         Args:
             spans: request, its first token in the batch, how many it has there, and the position of
                 the first.
+
+        Returns:
+            ``(tokens of the batch, places in the ring of a layer)``.
         """
         source, dest = [], []
         for request, start, count, position in spans:
@@ -211,13 +203,15 @@ class BatchTiering:
             for index in range(max(0, count - self._ring_tokens), count):
                 source.append(start + index)
                 dest.append(row + (position + index) % self._ring_tokens)
-        both = self.upload([source, dest], torch.int64)
-        return QueryRows(both[0], both[1])
+        return source, dest
 
     def keep_queries(self, layer: int, query: torch.Tensor, rows: QueryRows) -> None:
         """Keep queries of one layer, ``[tokens, query heads, head_dim]``."""
-        ring = self.state.ring[layer].flatten(0, 1)
-        ring.index_copy_(0, rows.dest, query.index_select(0, rows.source))
+        if rows.source is not None:
+            kept = query.index_select(0, rows.source)
+        else:
+            kept = query[: len(rows.dest)]
+        self.state.ring[layer].flatten(0, 1).index_copy_(0, rows.dest, kept)
 
     def table(self, request: BatchRequest, tokens: int) -> tuple[list[int], int]:
         """The compact block table of a sparse request: sink, filled slots, window.
@@ -237,18 +231,13 @@ class BatchTiering:
         return table, tokens - gone * self._geometry.block_tokens
 
     def after_step(
-        self,
-        steps: Sequence[BatchStep],
-        number: int,
-        layer_done: Callable[[int], None],
-        observe: Observer | None = None,
+        self, steps: Sequence[BatchStep], number: int, observe: Observer | None = None
     ) -> None:
         """Everything between two forwards, enqueued on the current stream.
 
         Args:
             steps: what the step did to each request.
             number: of the step.
-            layer_done: called after a layer's last op: what it reads may be written from there on.
             observe: looks at what is wanted.
         """
         closing = [pair for step in steps for pair in self._close(step)]
@@ -256,40 +245,44 @@ class BatchTiering:
         moving = [place for step in sparse for place in self._advance(step.request)]
         self._note_slots(moving, number)
         leaving = [(r.block_ids()[block], r.slots[slot]) for r, block, slot in moving]
-        fresh = [step.request for step in steps if step.transition]
-        meta = self._meta(sparse, number)
-        few = max(len(closing), len(leaving)) <= _FEW_PAIRS
-        if self._device.type == "cuda" and sparse and few and not fresh and observe is None:
-            self._replay(_columns(closing) + _columns(leaving) + meta, layer_done)
+        fills = [self._go_sparse(step.request, number) for step in steps if step.transition]
+        # More than a step computes close at once where a cache in HBM had a prefix.
+        first, last = closing[: -self._widths[-1]], closing[-self._widths[-1] :]
+        for part in _parts(first, self._widths[-1]):
+            self._run(part, [], [], None)
+        self._run(last, leaving, self._meta(sparse, number) if sparse else [], observe)
+        self._fill(fills)
+
+    def _run(
+        self,
+        closing: Sequence[tuple[int, int]],
+        leaving: Sequence[tuple[int, int]],
+        meta: list[int],
+        observe: Observer | None,
+    ) -> None:
+        width = self._width(max(len(closing), len(leaving)))
+        values = _columns(closing, width) + _columns(leaving, width) + meta
+        if self.graphs is not None and observe is None:
+            self.graphs.step(width, values)
             return
-        work = StepWork(
-            self.upload(_columns(closing), torch.int32),
-            self.upload(_columns(leaving), torch.int32),
-            self.upload(meta, torch.int32) if sparse else None,
-        )
-        fills = [self._go_sparse(request, number) for request in fresh]
+        work = StepWork.of(self.upload(values, torch.int32), width)
         for layer in range(self._geometry.num_layers):
             self.state.run(layer, work, observe)
-            for fill in fills:
-                self.state.first_fill(layer, fill)
-            layer_done(layer)
+            self._layer_done(layer)
 
-    def _replay(self, values: Sequence[Sequence[int]], layer_done: Callable[[int], None]) -> None:
-        """All layers as one graph: launching them one by one takes longer than they run."""
-        flat = self.upload([value for column in values for value in column], torch.int32)
-        if self._inputs is None:
-            self._inputs = flat.clone()
-        self._inputs.copy_(flat)
-        if self.graph is None:
-            pairs = 2 * _FEW_PAIRS
-            closed, leaving, meta = self._inputs.split([pairs, pairs, 5 * self._rows])  # type: ignore[no-untyped-call]
-            work = StepWork(closed.view(2, -1), leaving.view(2, -1), meta.view(5, -1))
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
-                for layer in range(self._geometry.num_layers):
-                    self.state.run(layer, work, None)
-                    layer_done(layer)
-        self.graph.replay()
+    def _fill(self, fills: Sequence[list[int]]) -> None:
+        for values in fills:
+            if self.graphs is not None:
+                self.graphs.first_fill(values)
+                continue
+            fill = FirstFill.of(self.upload(values, torch.int32))
+            for layer in range(self._geometry.num_layers):
+                self.state.first_fill(layer, fill)
+                self._layer_done(layer)
+
+    def _width(self, pairs: int) -> int:
+        """The least width that takes them, so that graphs and kernels of few shapes are needed."""
+        return next(width for width in self._widths if width >= pairs)
 
     def _close(self, step: BatchStep) -> list[tuple[int, int]]:
         """Pairs (engine's block, store block) of blocks that are full of accepted tokens now."""
@@ -329,8 +322,8 @@ class BatchTiering:
         self.state.resident[:, rows, :, slots] = blocks[:, None, None]
         self.state.last_wanted[:, rows, :, slots] = number
 
-    def _go_sparse(self, request: BatchRequest, number: int) -> FirstFill:
-        """The transition of one request, but for what its layers do."""
+    def _go_sparse(self, request: BatchRequest, number: int) -> list[int]:
+        """The transition of one request, but for what its layers do: ``FirstFill``'s values."""
         closed = request.computed // self._geometry.block_tokens
         request.sparse = True
         request.window_start = max(0, closed - self._config.window_blocks)
@@ -339,17 +332,18 @@ class BatchTiering:
         self.state.slots[request.row] = self.upload(request.slots, torch.int32)
         earliest = max(request.first or 0, request.computed - LATEST_QUERIES)
         places = [p % self._ring_tokens for p in range(earliest, request.computed)]
-        return FirstFill(
-            row=request.row,
-            first=request.num_sinks,
-            end=request.window_start,
-            filled=request.filled,
-            places=self.upload(places),
-            blocks=self.upload([list(request.block_ids())], torch.int32),
-            number=number,
-        )
+        return [
+            request.row,
+            number,
+            request.filled,
+            len(places),
+            *[request.num_sinks] * LATEST_QUERIES,
+            *[request.window_start] * LATEST_QUERIES,
+            *_padded(places, LATEST_QUERIES),
+            *_padded(request.block_ids(), self._most_blocks),
+        ]
 
-    def _meta(self, sparse: Sequence[BatchStep], number: int) -> list[list[int]]:
+    def _meta(self, sparse: Sequence[BatchStep], number: int) -> list[int]:
         """By row: first and end of the candidates, slots in use, query, step."""
         rows = self._rows
         first, end, used, query = [0] * rows, [0] * rows, [0] * rows, [0] * rows
@@ -358,7 +352,7 @@ class BatchTiering:
             first[row], end[row] = self._config.sink_blocks, step.request.window_start
             used[row] = step.request.filled
             query[row] = step.lookahead % self._ring_tokens
-        return [first, end, used, query, [number] * rows]
+        return [*first, *end, *used, *query, *[number] * rows]
 
     def upload(
         self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int64
@@ -372,7 +366,14 @@ class BatchTiering:
         )
 
 
-def _columns(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Both columns, padded with -1 to a multiple of ``_FEW_PAIRS``, at least one."""
-    padding = [-1] * (-len(pairs) % _FEW_PAIRS if pairs else _FEW_PAIRS)
-    return [[a for a, _ in pairs] + padding, [b for _, b in pairs] + padding]
+def _columns(pairs: Sequence[tuple[int, int]], width: int) -> list[int]:
+    """Both columns, one after the other, each padded with -1."""
+    return _padded([a for a, _ in pairs], width, -1) + _padded([b for _, b in pairs], width, -1)
+
+
+def _parts(pairs: Sequence[tuple[int, int]], most: int) -> list[Sequence[tuple[int, int]]]:
+    return [pairs[start : start + most] for start in range(0, len(pairs), most)]
+
+
+def _padded(values: Sequence[int], width: int, filler: int = 0) -> list[int]:
+    return [*values[:width], *[filler] * (width - len(values))]

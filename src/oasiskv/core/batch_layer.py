@@ -16,8 +16,8 @@ import torch
 from oasiskv.config import OasisConfig
 from oasiskv.core.digests import DigestPool
 from oasiskv.core.geometry import KVGeometry
+from oasiskv.core.tiering import LATEST_QUERIES
 from oasiskv.ops.digest.reference import Keys4
-from oasiskv.ops.score.reference import block_scores
 from oasiskv.stores.host import HostStore
 
 Observer = Callable[[int, torch.Tensor], None]
@@ -53,27 +53,51 @@ class StepWork(NamedTuple):
     leaving: torch.Tensor
     meta: torch.Tensor | None
 
+    @classmethod
+    def of(cls, flat: torch.Tensor, width: int) -> StepWork:
+        """Views of int32 ``[4 * width + 5 * rows]``, or of ``[4 * width]`` where none is sparse."""
+        closed, leaving = flat[: 2 * width], flat[2 * width : 4 * width]
+        meta = flat[4 * width :]
+        return cls(closed.view(2, -1), leaving.view(2, -1), meta.view(5, -1) if len(meta) else None)
+
 
 class FirstFill(NamedTuple):
-    """The transition of one request.
+    """The transition of one request, all on the device, int32 but for ``row``.
 
     Attributes:
-        row: of the state.
-        first: first block between sink and window.
-        end: one past the last.
-        filled: slots to fill.
-        places: int64 ``[n]``, places of its latest queries in the ring.
-        blocks: int32 ``[1, blocks]``, the engine's blocks.
-        number: of the step.
+        row: int64 ``[1]``, of the state.
+        number: ``[1]``, of the step.
+        filled: ``[1]``, slots to fill.
+        queries: ``[1]``, latest queries that choose.
+        first: ``[n]``, first block between sink and window, once for each of ``n`` places.
+        end: ``[n]``, one past the last.
+        places: ``[n]``, of the latest queries in the ring, padded with any.
+        blocks: ``[1, blocks]``, the engine's blocks, padded with any.
     """
 
-    row: int
-    first: int
-    end: int
-    filled: int
+    row: torch.Tensor
+    number: torch.Tensor
+    filled: torch.Tensor
+    queries: torch.Tensor
+    first: torch.Tensor
+    end: torch.Tensor
     places: torch.Tensor
     blocks: torch.Tensor
-    number: int
+
+    @classmethod
+    def of(cls, flat: torch.Tensor) -> FirstFill:
+        """Views of int32 ``[4 + 3 * LATEST_QUERIES + blocks]``."""
+        heads, places = flat[:4], flat[4 : 4 + 3 * LATEST_QUERIES].view(3, -1)
+        return cls(
+            row=heads[:1].long(),
+            number=heads[1:2],
+            filled=heads[2:3],
+            queries=heads[3:],
+            first=places[0],
+            end=places[1],
+            places=places[2],
+            blocks=flat[4 + 3 * LATEST_QUERIES :].view(1, -1),
+        )
 
 
 class LayerState:
@@ -90,7 +114,8 @@ class LayerState:
 
     Attributes:
         digests: of the store's blocks.
-        ring: ``[layers, rows, ring_tokens, query heads, head_dim]``, queries.
+        ring: ``[layers, rows + 1, ring_tokens, query heads, head_dim]``, queries; the last row is
+            for those that nobody needs.
         resident: int32 ``[layers, rows, H, slots]``, block in each slot, -1 for none.
         last_wanted: int32 of the same shape, step that last wanted it, -1 for none.
         store_index: int32 ``[rows, blocks]``, store block of each closed block of a request.
@@ -118,12 +143,15 @@ class LayerState:
             geometry, store.capacity_blocks, config.digest, config.minmax_mix, device
         )
         layers, heads, slots = geometry.num_layers, geometry.num_kv_heads, config.hot_blocks
-        shape = (layers, rows, ring_tokens, geometry.num_query_heads, geometry.head_dim)
+        shape = (layers, rows + 1, ring_tokens, geometry.num_query_heads, geometry.head_dim)
         self.ring = torch.empty(shape, dtype=geometry.dtype, device=device)
         self.resident = self._none(layers, rows, heads, slots)
         self.last_wanted = self._none(layers, rows, heads, slots)
         self.store_index = self._none(rows, geometry.blocks_for(max_tokens))
         self.slots = self._none(rows, slots)
+        self._places = torch.arange(LATEST_QUERIES, device=device)
+        self._blocks = torch.arange(self.store_index.shape[1], device=device)
+        self._slots = torch.arange(slots, device=device)
         self.moved_tiles = torch.zeros((), dtype=torch.int64, device=device)
         self.nan_scores = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -144,50 +172,47 @@ class LayerState:
         """Copy blocks from the store, int32 ``[n]`` each; -1 for none."""
         self._gather_whole(self._store.layer(layer), self._caches[layer], store_blocks, blocks)
 
-    def warm_up(self, widths: Sequence[int]) -> None:
+    def warm_up(self, width: int) -> None:
         """Run every op on nothing, so that its kernel is compiled.
 
         Args:
-            widths: numbers of blocks that close, or leave, in a step.
+            width: number of blocks that close, or leave, in a step.
         """
-        rows = len(self.slots)
-        meta = torch.zeros((5, rows), dtype=torch.int32, device=self._device)
-        for width in widths:
-            pairs = self._none(2, width)
-            self.run(0, StepWork(pairs, pairs, meta), None)
-            self.load(0, *pairs)
-        nothing = self._none(1, self._geometry.num_kv_heads, self.slots.shape[1]).long()
-        cache = self._caches[0]
-        blocks = self._none(1, self.store_index.shape[1])
-        self._ops.gather.gather_rows(cache, nothing, cache, nothing, blocks, self.slots[:1])
+        rows, device = len(self.slots), self._device
+        flat = torch.full((4 * width + 5 * rows,), -1, dtype=torch.int32, device=device)
+        flat[4 * width :] = 0
+        work = StepWork.of(flat, width)
+        self.run(0, work, None)
+        self.load(0, *work.closed)
+        size = 4 + 3 * LATEST_QUERIES + self.store_index.shape[1]
+        self.first_fill(0, FirstFill.of(torch.zeros(size, dtype=torch.int32, device=device)))
 
     def first_fill(self, layer: int, fill: FirstFill) -> None:
         """The transition: the latest queries choose, tiles go from HBM to slots."""
-        if not fill.filled:
-            return
-        row, device = fill.row, self._device
-        queries = self.ring[layer, row].index_select(0, fill.places)[None]
-        candidates = self.store_index[row, fill.first : fill.end]
-        logits = self.digests.layer_logits(layer, queries, candidates.long(), self._scale)
-        mask = torch.ones(1, len(candidates), dtype=torch.bool, device=device)
-        scores = block_scores(logits, mask, self._geometry.num_kv_heads)[0]
-        order = scores.sort(dim=-1, descending=True, stable=True).indices[:, : fill.filled]
+        each = len(fill.places)
+        queries = self.ring[layer].index_select(0, fill.row).expand(each, -1, -1, -1)
+        digests = self.store_index.index_select(0, fill.row).expand(each, -1)
+        by_query = self._scores(layer, queries, fill.places, digests, fill.first, fill.end)
+        counts = self._places < fill.queries
+        scores = torch.where(counts[:, None, None], by_query, 0).sum(0)
+        candidate = (self._blocks >= fill.first[0]) & (self._blocks < fill.end[0])
+        order = torch.where(candidate, scores, -1).sort(dim=-1, descending=True, stable=True)[1]
         # The least wanted first, so that among equally old slots the worst goes first.
-        chosen = order.flip(-1) + fill.first
-        rank = torch.arange(fill.filled - 1, -1, -1, device=device)
-        self.resident[layer, row, :, : fill.filled] = chosen.int()
-        wanted = torch.where(rank < self._config.budget_blocks, fill.number, -1).int()
-        self.last_wanted[layer, row, :, : fill.filled] = wanted
-        # All slots, so that the kernel is the same whatever the number of blocks.
-        sources = torch.nn.functional.pad(chosen, (0, self.slots.shape[1] - fill.filled), value=-1)
-        places = torch.arange(self.slots.shape[1], device=device).expand_as(sources)
+        rank = fill.filled - 1 - self._slots
+        holds = rank >= 0
+        best = order.gather(-1, rank.clamp(0, order.shape[-1] - 1).expand(len(order), -1))
+        chosen = torch.where(holds, best, -1)
+        wanted = torch.where(holds & (rank < self._config.budget_blocks), fill.number, -1)
+        self.resident[layer].index_copy_(0, fill.row, chosen[None].int())
+        wanted = wanted.int().expand_as(chosen)
+        self.last_wanted[layer].index_copy_(0, fill.row, wanted[None])
         self._ops.gather.gather_rows(
             self._caches[layer],
-            sources[None],
+            chosen[None],
             self._caches[layer],
-            places[None],
+            self._slots.expand_as(chosen)[None],
             fill.blocks,
-            self.slots[row : row + 1],
+            self.slots.index_select(0, fill.row),
         )
 
     def _write_through(self, layer: int, blocks: torch.Tensor, store_blocks: torch.Tensor) -> None:
@@ -209,25 +234,22 @@ class LayerState:
             self._ops.gather.gather_rows(source, blocks.expand(shape), dest, to.expand(shape))
 
     def _scores(
-        self, layer: int, first: torch.Tensor, end: torch.Tensor, query: torch.Tensor
+        self, layer: int, queries: torch.Tensor, query: torch.Tensor, *where: torch.Tensor
     ) -> torch.Tensor:
-        digests = self.digests.layer(layer)
-        where = (self.store_index, first, end)
+        """``[rows, H, blocks]``; ``where``: digest of each block, first and end of candidates."""
+        digests, score = self.digests.layer(layer), self._ops.score
         if isinstance(digests, Keys4):
-            scores = self._ops.score.keys4_scores(
-                self.ring[layer], query, digests, *where, self._scale
-            )
+            scores = score.keys4_scores(queries, query, digests, *where, self._scale)
         else:
-            scores = self._ops.score.minmax_scores(
-                self.ring[layer], query, digests, *where, self._config.minmax_mix, self._scale
-            )
+            mix = self._config.minmax_mix
+            scores = score.minmax_scores(queries, query, digests, *where, mix, self._scale)
         return torch.as_tensor(scores)
 
     def _swap(self, layer: int, meta: torch.Tensor, observe: Observer | None) -> None:
         """Score, plan and transfer, for all sparse requests."""
         first, end, used, query, step = meta
         plan = self._ops.plan.plan_rows(
-            self._scores(layer, first, end, query),
+            self._scores(layer, self.ring[layer, :-1], query, self.store_index, first, end),
             first,
             end,
             self.resident[layer],

@@ -84,23 +84,6 @@ class DigestPool:
         parts = [part[:, layer] for part in self._parts]
         return parts[0] if self.kind == "minmax" else Keys4(*parts)
 
-    def layer_logits(
-        self, layer: int, queries: torch.Tensor, blocks: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Score blocks for one layer of one request.
-
-        Args:
-            layer: sparse layer.
-            queries: ``[1, n, query heads, head_dim]``.
-            blocks: int64 ``[blocks]`` store blocks that have a digest.
-            scale: softmax scale of the model's attention.
-
-        Returns:
-            ``[1, n, query heads, blocks]`` float32.
-        """
-        rows = tuple(part[blocks, layer][None] for part in self._parts)
-        return self._logits(queries, rows, scale)
-
     def release(self, blocks: Sequence[int]) -> None:
         """One user less; a digest without users is forgotten, its row stays as it is."""
         missing = [block for block in blocks if not self._users[block]]

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from oasiskv.core.batch import BatchLimits, BatchRequest, BatchStep, BatchTiering, QueryRows
+from oasiskv.core.batch import BatchRequest, BatchStep, BatchTiering, QueryRows
+from oasiskv.core.batch_limits import BatchLimits
 from oasiskv.vllm.store import AssignedStore
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class BatchLayers:
         block_ids: gives vLLM's blocks of a request, by its id.
         computed_before: gives the tokens of a request that were in place before this step.
         limits: what the state of all requests is sized by.
+        graph_tokens: most tokens of a forward that vLLM captures as a graph, with its attention.
 
     Attributes:
         digests: of the store's blocks.
@@ -62,29 +64,34 @@ class BatchLayers:
         block_ids: Callable[[str], list[int]],
         computed_before: Callable[[str], int],
         limits: BatchLimits,
+        graph_tokens: int = 0,
     ) -> None:
         self.geometry = layers.geometry
         self.caches = list(caches)
         self.index = {name: index for index, name in enumerate(layers.names)}
         self.store = AssignedStore(self.geometry, capacity_blocks)
-        self.tiering = BatchTiering(self.geometry, config, self.store, self.caches, limits)
+        device = self.caches[0].device
+        # External: recorded within one graph, waited for within another or outside.
+        self._aside: torch.cuda.Stream | None = None
+        self._done: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._done = [
+                torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+                for _ in self.caches
+            ]
+        with torch.cuda.stream(self._aside):
+            self.tiering = BatchTiering(
+                self.geometry, config, self.store, self.caches, limits, self._layer_done
+            )
+        # A graph reads where each of its queries goes from here.
+        self._places = torch.zeros(graph_tokens, dtype=torch.int64, device=device)
         self.digests = self.tiering.state.digests
         self.requests: dict[str, BatchRequest] = {}
         self.step_number = 0
         self._config = config
         self._block_ids = block_ids
         self._computed_before = computed_before
-        # External: recorded within a graph, waited for outside.
-        self._aside: torch.cuda.Stream | None = None
-        self._done: list[torch.cuda.Event] = []
-        if self.caches[0].device.type == "cuda":
-            self._aside = torch.cuda.Stream(  # type: ignore[no-untyped-call]
-                self.caches[0].device
-            )
-            self._done = [
-                torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
-                for _ in self.caches
-            ]
 
     def take_news(self, name: str, news: RequestMessage) -> None:
         """The scheduler's news of a request of this step, which is admitted if it is new."""
@@ -123,19 +130,28 @@ class BatchLayers:
     def settle(self, names: Sequence[str]) -> None:
         """Nothing to wait for on the host: layers wait on their stream."""
 
-    def query_rows(self, names: Sequence[str], starts: Sequence[int]) -> QueryRows:
+    def query_rows(self, names: Sequence[str], starts: Sequence[int], tokens: int) -> QueryRows:
         """Which queries of a forward are kept.
 
         Args:
             names: request id of each row.
             starts: first token of each row, and the total.
+            tokens: of the forward, those that only fill it up included.
         """
         spans = [
             (self.requests[name], start, stop - start, self._computed_before(name))
             for name, start, stop in zip(names, starts, starts[1:], strict=False)
             if name in self.requests
         ]
-        return self.tiering.query_rows(spans)
+        source, dest = self.tiering.query_places(spans)
+        if tokens > len(self._places):
+            both = self.tiering.upload([source, dest], torch.int64)
+            return QueryRows(both[0], both[1])
+        places = [self.tiering.unneeded_place] * tokens
+        for token, place in zip(source, dest, strict=True):
+            places[token] = place
+        self._places[:tokens] = self.tiering.upload(places)
+        return QueryRows(None, self._places[:tokens])
 
     def keep_queries(self, layer_name: str, query: torch.Tensor, rows: QueryRows) -> None:
         """Keep queries of one layer, ``[tokens, query heads, head_dim]``, for the next step."""
@@ -150,7 +166,7 @@ class BatchLayers:
         self, layer_name: str, name: str, query: torch.Tensor, most_drafts: int
     ) -> None:
         """``keep_queries`` for one request, on the CPU, where nothing runs aside."""
-        rows = self.query_rows([name], [0, len(query)])
+        rows = self.query_rows([name], [0, len(query)], len(query))
         self.keep_queries(layer_name, query, rows)
 
     def table(self, name: str, kv_tokens: int) -> tuple[torch.Tensor, int] | None:
@@ -218,7 +234,7 @@ class BatchLayers:
         if self._aside is None:
             self._run(batch, wanted if observed else None)
         else:
-            self._aside.wait_stream(torch.cuda.current_stream())
+            self._wait_forward(self._aside)
             with torch.cuda.stream(self._aside):
                 self._run(batch, wanted if observed else None)
             if observed:
@@ -231,13 +247,17 @@ class BatchLayers:
         request = self.requests[name]
         return request.window_start if request.sparse else None
 
+    def _wait_forward(self, aside: torch.cuda.Stream) -> None:
+        """What runs aside reads the KV and the queries of the forward."""
+        aside.wait_stream(torch.cuda.current_stream())
+
     def _wait_aside(self) -> None:
         if self._aside is not None:
             torch.cuda.current_stream().wait_stream(self._aside)
 
     def _run(self, batch: list[BatchStep], wanted: list[torch.Tensor] | None) -> None:
         observe = None if wanted is None else lambda _, blocks: wanted.append(blocks)
-        self.tiering.after_step(batch, self.step_number, self._layer_done, observe)
+        self.tiering.after_step(batch, self.step_number, observe)
 
     def _layer_done(self, layer: int) -> None:
         if self._done:

@@ -21,7 +21,7 @@ from oasiskv.vllm.compat import disabled
 from oasiskv.vllm.logs import log_start
 from oasiskv.vllm.messages import OasisAck, OasisMetadata, RequestMessage
 from oasiskv.vllm.plan import plan_of
-from oasiskv.vllm.runtime import Runtime, install_runtime
+from oasiskv.vllm.runtime import Runtime, install_runtime, uninstall_runtime
 from oasiskv.vllm.scheduling import ScheduledRequest, SchedulerState, state_of
 from oasiskv.vllm.settings import config_of
 
@@ -183,6 +183,10 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         if self._inert:
             return
         install_runtime(Runtime(self._vllm, self._config, self._cache, kv_caches))
+
+    def shutdown(self) -> None:
+        """The engine ends."""
+        uninstall_runtime()
 
     def start_load_kv(self, forward_context: ForwardContext, **settings: Any) -> None:  # noqa: ANN401
         """Transfers are waited for before the forward, by the worker."""

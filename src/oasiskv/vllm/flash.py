@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from oasiskv.core.batch import QueryRows
 from oasiskv.vllm.batch_layers import CompactTables
-from oasiskv.vllm.runtime import current_runtime, rows_of_step
+from oasiskv.vllm.runtime import current_runtime, installed_runtime, rows_of_step
 
 
 class OasisFlashBackend(FlashAttentionBackend):
@@ -55,11 +55,14 @@ class OasisFlashMetadata(FlashAttentionMetadata):
 
 
 class OasisFlashBuilder(FlashAttentionMetadataBuilder):
-    """Replaces the block tables of sparse requests by compact ones."""
+    """Replaces the block tables of sparse requests by compact ones.
 
-    # Queries are kept by Python in each layer's forward, which a full graph would not run.
-    _cudagraph_support = AttentionCGSupport.NEVER
+    Graphs that vLLM captures read tables, lengths and where queries go from tensors that stay.
+    """
+
     supports_update_block_table = False
+    _tables: torch.Tensor | None = None
+    _kv_tokens: torch.Tensor | None = None
 
     def build(
         self,
@@ -67,17 +70,16 @@ class OasisFlashBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> OasisFlashMetadata:
-        """The rows of this step, in vLLM's order."""
+        """The rows of this step, in vLLM's order; none while a graph is captured."""
         common = common_attn_metadata
-        names = rows_of_step(common.num_reqs)
+        runtime = installed_runtime()
         rows = None
-        if names:
+        if runtime is not None:
+            names = rows_of_step(common.num_reqs)
             starts = common.query_start_loc_cpu[: len(names) + 1].tolist()
-            batched = current_runtime().batched
-            rows = batched.query_rows(names, starts)
-            compact = batched.compact(names, starts)
-            if compact is not None:
-                common = _compacted(common, compact)
+            batched = runtime.batched
+            rows = batched.query_rows(names, starts, common.num_actual_tokens)
+            common = self._compacted(common, batched.compact(names, starts))
         built = super().build(0, common, fast_build)
         values = {field.name: getattr(built, field.name) for field in fields(built)}
         return OasisFlashMetadata(**values, rows=rows)
@@ -86,15 +88,25 @@ class OasisFlashBuilder(FlashAttentionMetadataBuilder):
         """No prefix is common to all rows: a sparse request reads a table of its own."""
         return False
 
-
-def _compacted(common: CommonAttentionMetadata, compact: CompactTables) -> CommonAttentionMetadata:
-    """``common`` with the tables and lengths of sparse requests; not modified in place."""
-    tables, kv_tokens = common.block_table_tensor.clone(), common.seq_lens.clone()
-    tables[:, : compact.tables.shape[1]].index_copy_(0, compact.rows, compact.tables)
-    kv_tokens.index_copy_(0, compact.rows, compact.kv_tokens)
-    return common.replace(
-        block_table_tensor=tables, seq_lens=kv_tokens, max_seq_len=compact.longest
-    )
+    def _compacted(
+        self, common: CommonAttentionMetadata, compact: CompactTables | None
+    ) -> CommonAttentionMetadata:
+        """``common`` with the tables and lengths of sparse requests; not modified in place."""
+        if self._tables is None or self._kv_tokens is None:
+            most = self.vllm_config.scheduler_config.max_num_seqs
+            self._tables = common.block_table_tensor.new_zeros(
+                (most, common.block_table_tensor.shape[1])
+            )
+            self._kv_tokens = common.seq_lens.new_zeros(most)
+        tables, kv_tokens = self._tables[: common.num_reqs], self._kv_tokens[: common.num_reqs]
+        tables.copy_(common.block_table_tensor)
+        kv_tokens.copy_(common.seq_lens)
+        longest = common.max_seq_len
+        if compact is not None:
+            tables[:, : compact.tables.shape[1]].index_copy_(0, compact.rows, compact.tables)
+            kv_tokens.index_copy_(0, compact.rows, compact.kv_tokens)
+            longest = compact.longest
+        return common.replace(block_table_tensor=tables, seq_lens=kv_tokens, max_seq_len=longest)
 
 
 class OasisFlashImpl(FlashAttentionImpl):
@@ -141,6 +153,7 @@ class OasisFlashImpl(FlashAttentionImpl):
         That covers blocks given back and handed out again as well, and the slots that are read
         next.
         """
-        if rows_of_step(1):
-            current_runtime().batched.wait(layer.layer_name)
+        runtime = installed_runtime()
+        if runtime is not None:
+            runtime.batched.wait(layer.layer_name)
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)

@@ -89,12 +89,13 @@ class Runtime:
         models = models_of(vllm_config, sparse_specs(cache))
         capacity = store_capacity_blocks(config, block_bytes(models))
         limits = batch_limits(vllm_config)
+        graph_tokens = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.models: list[SparseLayers | BatchLayers] = []
         for model in models:
             caches = [kv_caches[name] for name in model.names]
             common = (model, config, caches, capacity, self._block_ids)
             if tiers_at_once(caches[0].device.type):
-                self.models.append(BatchLayers(*common, self.computed_before, limits))
+                self.models.append(BatchLayers(*common, self.computed_before, limits, graph_tokens))
             else:
                 self.models.append(SparseLayers(*common))
         self._model_of = {name: model for model in self.models for name in model.index}
@@ -200,8 +201,18 @@ _installed: list[Runtime] = []
 
 
 def install_runtime(runtime: Runtime) -> None:
-    """Make ``runtime`` that of this process; an earlier engine's is forgotten."""
+    """Make ``runtime`` that of this process."""
     _installed[:] = [runtime]
+
+
+def uninstall_runtime() -> None:
+    """The engine of this process has ended: what it holds may be freed."""
+    _installed.clear()
+
+
+def installed_runtime() -> Runtime | None:
+    """The runtime of this process; None while a worker has not made one, as in vLLM's profiling."""
+    return _installed[0] if _installed else None
 
 
 def rows_of_step(count: int) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from oasiskv.config import OasisConfig
-from oasiskv.core.batch import BatchLimits
+from oasiskv.core.batch_limits import BatchLimits
 from oasiskv.errors import ConfigError
 from oasiskv.vllm.compat import DISABLE
 
@@ -72,4 +72,5 @@ def batch_limits(vllm_config: VllmConfig) -> BatchLimits:
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         max_tokens=vllm_config.model_config.max_model_len,
         max_drafts=speculative.num_speculative_tokens if speculative is not None else 0,
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )

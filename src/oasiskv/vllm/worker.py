@@ -63,7 +63,10 @@ class OasisGPUWorker(Worker):
         config = config_of(self.vllm_config)
         if tiers_at_once(self.vllm_config.device_config.device_type):
             limits = batch_limits(self.vllm_config)
-            available -= sum(limits.state_bytes(m.geometry, config) for m in self._models)
+            available -= sum(
+                limits.state_bytes(m.geometry, config) + limits.scratch_bytes(m.geometry)
+                for m in self._models
+            )
         blocks = store_capacity_blocks(config, block_bytes(self._models))
         digests = blocks * digest_bytes(config, self._models)
         check_digests(available, digests, blocks)
