@@ -7,6 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm.exceptions import VLLMValidationError
 
+from oasiskv.errors import StateError
+from oasiskv.vllm.runtime import current_runtime
 from plugin.driver import Driver
 from plugin.probe import NGRAM, probed
 from tiny import prompt_of
@@ -164,3 +166,13 @@ def test_requests_wait_for_room_in_the_store(tiny_folder, model):
         assert len(probe.sparse) == 3
         assert len(driver.done.pop("long")) == 336 - 310
         driver.assert_right_and_all_back(model)
+
+
+def test_an_engine_that_was_shut_down_leaves_no_store(tiny_folder):
+    with probed(tiny_folder) as probe:
+        stores = [model.store for model in probe.runtime.models]
+        assert all(store.nbytes > 0 for store in stores)
+        assert current_runtime() is probe.runtime
+    assert [store.nbytes for store in stores] == [0]
+    with pytest.raises(StateError, match="not been set up"):
+        current_runtime()

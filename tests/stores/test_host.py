@@ -203,3 +203,13 @@ def test_a_store_without_a_block_is_refused():
         with pytest.raises(ConfigError) as caught:
             make()
         assert str(caught.value) == text
+
+
+def test_a_closed_store_has_no_memory():
+    store = make_store()
+    store.write(write_ticket(), store.reserve(1), make_tiles(1))
+    store.close()
+    assert store.nbytes == 0
+    with pytest.raises(IndexError):
+        store.write(write_ticket(), [0], make_tiles(1))
+    store.close()

@@ -1,14 +1,24 @@
 """The host store: one pool in host memory, allocated once, pinned where CUDA is there."""
 
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
 from oasiskv.core.geometry import KVGeometry
 from oasiskv.errors import ConfigError
+from oasiskv.models.progress import Report, progress_bar
 from oasiskv.ops.gather.reference import gather_tiles
 from oasiskv.stores.allocator import BlockAllocator
 from oasiskv.stores.base import Store, Ticket
+from oasiskv.stores.machine import numa_cpus
+from oasiskv.stores.pinned import PinnedMemory
+from oasiskv.stores.pinner import CudaPinner
+
+_GIB = 2**30
+# A smaller pool is there before a bar is seen.
+_BAR_BYTES = 2 * _GIB
 
 
 class HostStore(Store):
@@ -20,6 +30,13 @@ class HostStore(Store):
     Args:
         geometry: sizes of a block.
         capacity_blocks: blocks to allocate, at once; at least 1.
+
+    Attributes:
+        pinned: whether the pool is pinned.
+        memory: the pool's, where it is pinned by us; None where it is PyTorch's.
+
+    Raises:
+        ConfigError: no block fits, or the memory is not to be had.
     """
 
     def __init__(self, geometry: KVGeometry, capacity_blocks: int) -> None:
@@ -31,11 +48,12 @@ class HostStore(Store):
         self.geometry = geometry
         self.capacity_blocks = capacity_blocks
         self.pinned = torch.cuda.is_available()
-        self._pool = torch.empty(
-            (capacity_blocks, geometry.num_layers, geometry.num_kv_heads, *geometry.tile_shape),
-            dtype=geometry.dtype,
-            pin_memory=self.pinned,
-        )
+        shape = (capacity_blocks, geometry.num_layers, geometry.num_kv_heads, *geometry.tile_shape)
+        self.memory = _pin(geometry, capacity_blocks) if self.pinned else None
+        if self.memory is None:
+            self._pool = torch.empty(shape, dtype=geometry.dtype, pin_memory=self.pinned)
+        else:
+            self._pool = self.memory.tensor.view(geometry.dtype).view(shape)
         self._blocks = BlockAllocator(capacity_blocks, geometry.block_bytes)
         self._completed: list[Ticket] = []
 
@@ -53,6 +71,12 @@ class HostStore(Store):
     def nbytes(self) -> int:
         """Bytes of the pool, from its storage."""
         return self._pool.untyped_storage().nbytes()
+
+    def close(self) -> None:
+        """Give the pool back, pinned or not, once the GPU is done; the store has no tile then."""
+        self._pool = self._pool.new_empty((0, *self._pool.shape[1:]))
+        if self.memory is not None:
+            self.memory.close()
 
     def layer(self, layer: int) -> torch.Tensor:
         """Tiles of one layer, ``[blocks, heads, block_tokens, 2 * head_dim]``: a view."""
@@ -87,3 +111,21 @@ class HostStore(Store):
         """Completions since the last call; there is never one to wait for."""
         completed, self._completed = self._completed, []
         return completed
+
+
+def _pin(geometry: KVGeometry, blocks: int) -> PinnedMemory | None:
+    """Memory of ``blocks`` blocks near the current GPU; None where kernels would not find it."""
+    pinner = CudaPinner(torch.cuda.current_device())
+    if not pinner.same_address():
+        return None
+    nbytes = blocks * geometry.block_bytes
+    seen = nbytes >= _BAR_BYTES and sys.stderr.isatty()
+    quiet: nullcontext[Report] = nullcontext(lambda what, done: None)
+    with progress_bar("host store") if seen else quiet as report:
+        return PinnedMemory(
+            nbytes,
+            geometry.block_bytes,
+            pinner,
+            numa_cpus(pinner.pci_address()),
+            lambda done: report(f"{done / _GIB:.1f} of {nbytes / _GIB:.1f} GiB", done / nbytes),
+        )

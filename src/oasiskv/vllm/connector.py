@@ -55,6 +55,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._vllm = vllm_config
         self._state = SchedulerState()
+        self._runtime: Runtime | None = None
         self._inert = disabled()
         if self._inert:
             return
@@ -182,11 +183,14 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM's KV tensors are there: make the store and what else the worker needs."""
         if self._inert:
             return
-        install_runtime(Runtime(self._vllm, self._config, self._cache, kv_caches))
+        self._runtime = Runtime(self._vllm, self._config, self._cache, kv_caches)
+        install_runtime(self._runtime)
 
     def shutdown(self) -> None:
-        """The engine ends."""
-        uninstall_runtime()
+        """The engine ends: what its host store had pinned is for the next one, in this process."""
+        if self._runtime is not None:
+            uninstall_runtime(self._runtime)
+            self._runtime = None
 
     def start_load_kv(self, forward_context: ForwardContext, **settings: Any) -> None:  # noqa: ANN401
         """Transfers are waited for before the forward, by the worker."""

@@ -141,6 +141,11 @@ class Runtime:
             for model in self.models:
                 model.settle(list(message.requests))
 
+    def close(self) -> None:
+        """Give the host store back; the runtime is not used again."""
+        for model in self.models:
+            model.store.close()
+
     def before_attention(self, layer_name: str, name: str, query: torch.Tensor) -> None:
         """``SparseLayers.before_attention`` of the model that the layer is of."""
         fed = self._scheduled.scheduled_spec_decode_tokens if self._scheduled is not None else {}
@@ -205,9 +210,11 @@ def install_runtime(runtime: Runtime) -> None:
     _installed[:] = [runtime]
 
 
-def uninstall_runtime() -> None:
-    """The engine of this process has ended: what it holds may be freed."""
-    _installed.clear()
+def uninstall_runtime(runtime: Runtime) -> None:
+    """Close ``runtime``, and forget it if it is that of this process."""
+    runtime.close()
+    if runtime in _installed:
+        _installed.clear()
 
 
 def installed_runtime() -> Runtime | None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from oasiskv.core.geometry import KVGeometry
 from oasiskv.errors import StoreFullError
 from oasiskv.stores.host import HostStore
+from oasiskv.vllm.logs import logger
 
 
 class AssignedStore(HostStore):
@@ -17,6 +18,8 @@ class AssignedStore(HostStore):
     def __init__(self, geometry: KVGeometry, capacity_blocks: int) -> None:
         super().__init__(geometry, capacity_blocks)
         self.assigned: list[int] = []
+        if self.memory is not None:
+            logger.info("OasisKV's host store: %s", self.memory)
 
     def reserve(self, count: int) -> list[int]:
         """Take the next ``count`` blocks that the scheduler assigned.
