@@ -33,7 +33,7 @@ EXACT = {
 
 
 def is_greedy(model, prompt, output, tie=1e-4):
-    """Whether each token is the target's choice after those before it, up to a tie below ``tie``."""
+    """Whether each token is the target's choice after those before it, up to a ``tie``."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(-1, torch.tensor(output)[:, None])[:, 0]
