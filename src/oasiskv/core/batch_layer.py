@@ -45,8 +45,8 @@ class StepWork(NamedTuple):
     Attributes:
         closed: ``[2, n]``: engine's block and store block of blocks that close; -1 for none.
         leaving: ``[2, n]``: engine's block and slot of blocks that leave the window.
-        meta: ``[5, rows]``, of the first rows of the state: first and end of the candidates, slots in
-            use, query, step; None where no request is sparse.
+        meta: ``[5, rows]``, of the first rows of the state: first and end of the candidates, slots
+            in use, query, step; None where no request is sparse.
     """
 
     closed: torch.Tensor
