@@ -1,10 +1,10 @@
 """The plugin against the reference engine where both round to 16 bits: no more than noise apart.
 
-In 16 bits two right engines want different blocks wherever scores are nearly equal, and a block more
-or less in the hot set changes what is wanted from then on. So the reference engine is fed the
-plugin's tokens, drafts and hot sets, which leaves each step to be compared on its own, and noise is
-measured: what the reference engine differs from itself by, in float32 and in 16 bits, and what
-stock vLLM differs from the dense reference engine by.
+In 16 bits two right engines want different blocks wherever scores are nearly equal, and another
+block in the hot set changes what is wanted from then on. So the reference engine is fed the tokens,
+drafts and hot sets of the plugin, which leaves each step to be compared on its own, and noise is
+measured: what the reference engine differs from itself by, in float32 and in 16 bits, and what stock
+vLLM differs from the dense reference engine by.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """The same prompts in vLLM and in the reference engine: tokens and wanted blocks, step by step."""
 
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -96,6 +96,7 @@ class Agreement:
 
     def add(self, ours, theirs, scores=None):
         """Take in ``[..., n]`` blocks, -1 for none, and the reference's scores of all blocks."""
+        ours = ours.long()
         there = ours >= 0
         both = (ours[..., None] == theirs[..., None, :]).any(-1) & there
         self.compared += int(there.sum())
@@ -103,7 +104,9 @@ class Agreement:
         if scores is not None:
             last = scores.gather(-1, theirs.clamp(min=0)).masked_fill(theirs < 0, torch.inf)
             least = (1 - self._tie) * last.amin(-1, keepdim=True)
-            self.tied += int((both | ((scores.gather(-1, ours.clamp(min=0)) >= least) & there)).sum())
+            self.tied += int(
+                (both | ((scores.gather(-1, ours.clamp(min=0)) >= least) & there)).sum()
+            )
 
     @property
     def share(self):
@@ -262,7 +265,8 @@ class Follow:
                 if plan.num_tiles:
                     engine.tiering.transfer(request, pipeline, layer, plan)
                 else:
-                    residents.commit(layer, *astuple(pipeline.settle(layer)))
+                    pipeline.settle(layer)
+                    residents.last_wanted[layer] = last_wanted
 
 
 def in_vllm(folder, prompts, new, settings, logprobs=None, **engine_args):
