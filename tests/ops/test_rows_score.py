@@ -1,5 +1,6 @@
 """Scores straight from the digest pool: reference and kernel against a loop in float64."""
 
+import copy
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from backends import BACKENDS, DEVICE, far_view, load_op
 from oasiskv.ops.digest.reference import Keys4, build_keys4, build_minmax, dequantize_keys4
+from oasiskv.ops.score.launch import fit_span
 
 both = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -167,3 +169,103 @@ def test_heads_that_do_not_divide_are_refused(backend):
     case.queries = torch.zeros(5, 3, 5, 64)
     with pytest.raises(ValueError, match="found 5 and 2"):
         case.run("minmax", backend)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("kind", KINDS)
+@both
+def test_one_request_for_several_rows(kind, index, backend):
+    """Rows of stride 0, as when several queries of one request choose."""
+    case = Case(MODELS[1])
+    rows = len(FIRST)
+    case.lookahead = case.lookahead.to(index)
+    case.first, case.end = (
+        torch.full((rows,), 3, dtype=index),
+        torch.full((rows,), 40, dtype=index),
+    )
+    case.blocks[:, 3:40] = case.blocks[:1].clamp(max=CAPACITY - 1)[:, 3:40]
+    expanded, whole = copy.copy(case), case
+    whole.queries = case.queries[:1].repeat(rows, 1, 1, 1)
+    expanded.queries = whole.queries[:1].expand(rows, -1, -1, -1)
+    expanded.blocks = whole.blocks[:1].expand(rows, -1)
+    assert expanded.queries.stride(0) == expanded.blocks.stride(0) == 0
+    got = expanded.run(kind, backend)
+    assert torch.equal(got, whole.run(kind, backend))
+    assert torch.equal(got[2], got[3])
+    assert not torch.equal(got[0], got[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spans_and_tiles_change_nothing(kind, monkeypatch):
+    launch, softmax = (
+        pytest.importorskip(f"oasiskv.ops.score.{name}") for name in ("launch", "softmax_triton")
+    )
+    case = Case(MODELS[3])
+    case.end = case.end.clamp(max=75)
+    short = case.run(kind, "triton")
+    monkeypatch.setattr(launch, "_PROGRAMS", 1)
+    assert torch.equal(case.run(kind, "triton"), short)
+    monkeypatch.setattr(softmax, "_TILE_BLOCKS", 64)
+    torch.testing.assert_close(case.run(kind, "triton"), short, rtol=1e-5, atol=0)
+
+
+def test_spans_fill_the_device():
+    blocks, heads = 1024, 8
+    spans = {rows: fit_span(blocks, rows * heads, 4, 32) for rows in (1, 4, 16, 64, 256)}
+    assert spans == {1: 8, 4: 32, 16: 128, 64: 128, 256: 128}
+    assert fit_span(3, heads, 4, 32) == 4
+    assert fit_span(8192, heads, 4, 32) == 64
+
+
+def test_keys4_error_is_what_the_docstring_says():
+    """Scales and queries over 24 powers of 2, where float16 products would be too large or are subnormal."""
+    score = pytest.importorskip("oasiskv.ops.score.triton")
+    generator = torch.Generator().manual_seed(1)
+
+    def wide(*shape):
+        sign = torch.randint(2, shape, generator=generator) * 2 - 1
+        return torch.exp2(12 - torch.rand(shape, generator=generator) * 24) * sign
+
+    queries = wide(1, 1, 2, 128)
+    codes = torch.randint(256, (64, 2, 16, 64), generator=generator, dtype=torch.uint8)
+    scale_zero = wide(64, 2, 2, 128)
+    scale_zero[:, :, 0].abs_()
+    digests = Keys4(codes, scale_zero.half())
+    levels = torch.cat([codes & 15, codes >> 4], dim=-1).double()
+    scales, zeros = (part.unsqueeze(-2) for part in digests.scale_zero.double().unbind(-2))
+    index = torch.zeros(1, dtype=torch.int32)
+    where = (torch.arange(64, dtype=torch.int32)[None], index, index + 64)
+    for dtype in (torch.float32, torch.float16):
+        asked = queries.to(dtype)
+        query = asked[0, 0].double().abs()
+        product = (levels * scales @ query[..., None]).squeeze(-1)
+        small = (levels * (1 + scales) + zeros.abs()).sum(-1) * query.amax(-1, keepdim=True)
+        bound = (2**-11 * product + 2**-25 * small).amax(-1).T
+        scale = 0.05 / float(bound.max())
+        reference = load_op("score", "keys4_scores", "reference")
+        expected = reference(asked.double(), index, digests, *where, scale)[0].log()
+        there = [part.to(DEVICE) for part in (asked, index, *digests, *where)]
+        got = score.keys4_scores(*there[:2], Keys4(*there[2:4]), *there[4:], scale)[0].cpu()
+        error = (got.double().log() - expected).abs()
+        # The block's own logit, and what all are divided by.
+        assert bool((error <= scale * (bound + bound.amax(-1, keepdim=True))).all())
+
+
+@pytest.mark.parametrize(
+    ("codes", "message"),
+    [
+        (torch.zeros(4, 2, 8, 32, dtype=torch.uint8), "of 16 tokens; found 8"),
+        (torch.zeros(4, 2, 16, 30, dtype=torch.uint8), "multiple of 8; found 60"),
+        (torch.zeros(4, 2, 16, 33, dtype=torch.uint8)[..., 1:], "found offset 1 and strides"),
+        (torch.zeros(4, 2, 16, 66, dtype=torch.uint8)[..., ::2], "last dimension of codes"),
+    ],
+)
+def test_codes_that_the_kernel_cannot_read_are_refused(codes, message):
+    score = pytest.importorskip("oasiskv.ops.score.triton")
+    dim = 2 * codes.shape[-1]
+    digests = Keys4(codes, torch.zeros(4, 2, 2, dim, dtype=torch.float16))
+    index = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        score.keys4_scores(
+            torch.zeros(1, 1, 2, dim), index, digests, index[None], index, index, 1.0
+        )
