@@ -30,7 +30,7 @@ ARGS = {
     "max_model_len": 1024,
     "max_num_seqs": 64,
     "enable_prefix_caching": False,
-    "gpu_memory_utilization": 0.3,
+    "kv_cache_memory_bytes": 2**32,
 }
 NOISE = 0.1
 """Between the log-probabilities of two bf16 kernels that sum in another order."""

@@ -21,7 +21,7 @@ ARGS = {
     "max_model_len": 2304,
     "max_num_batched_tokens": 2048,
     "enable_prefix_caching": False,
-    "gpu_memory_utilization": 0.3,
+    "kv_cache_memory_bytes": 2**32,
 }
 
 

@@ -12,12 +12,13 @@ class Driver:
     Attributes:
         done: request id -> its tokens.
         requests: request id -> vLLM's request.
+        found: request id -> prompt tokens found in a cache.
     """
 
     def __init__(self, probe):
         self.probe = probe
         self.engine = probe.llm.llm_engine
-        self.prompts, self.done, self.requests = {}, {}, {}
+        self.prompts, self.done, self.requests, self.found = {}, {}, {}, {}
 
     def add(self, name, prompt, new):
         sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
@@ -30,6 +31,7 @@ class Driver:
     def step(self, count=1):
         for _ in range(count):
             for output in self.engine.step():
+                self.found[output.request_id] = output.num_cached_tokens
                 if output.finished:
                     self.done[output.request_id] = list(output.outputs[0].token_ids)
 

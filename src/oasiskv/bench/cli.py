@@ -168,7 +168,7 @@ def ops_command(
         console.print(f"{name}: {shape}", highlight=False)
     for beside in report.interference:
         console.print(
-            f"matrix products beside a gather of {beside.programs} programs: "
+            f"{beside.main}, beside a gather of {beside.programs} programs: "
             f"{100 * beside.slowdown:.1f} % slower ({beside.alone.median_us:.0f} us alone); "
             f"the gather {beside.gather_beside_us:.0f} us for {beside.gather_alone_us:.0f} us",
             highlight=False,

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
 
 from oasiskv.bench.timing import Spread, captured, event
 
-_WEIGHTS, _ROUNDS, _GATHERS = 6, 8, 8
-"""Matrices of the main stream, larger than the cache together; how often each is read; gathers
-beside, which take longer than all of it."""
+_GATHERS = 12
+"""Gathers beside a main stream, which take longer than all of it."""
 
-PROGRAMS = (8, 16, 32)
+PROGRAMS = (4, 8, 32)
 
 
 @dataclass(frozen=True)
 class Interference:
-    """A main stream bound by memory, alone and beside gathers.
+    """A main stream, alone and beside gathers.
 
     Args:
+        main: what runs on it.
         programs: of the gather.
         alone: time of the main stream.
         beside: the same while tiles are gathered.
@@ -30,6 +31,7 @@ class Interference:
         gather_beside_us: the same, beside the main stream.
     """
 
+    main: str
     programs: int
     alone: Spread
     beside: Spread
@@ -39,25 +41,51 @@ class Interference:
 
 
 def measure_interference(repeats: int) -> list[Interference]:
-    """Multiply 16 tokens by matrices of 4,096 x 28,672 in bf16, as a decode step does, and gather
-    4,096 tiles of 8 KiB on another stream. Arms alternate. Needs CUDA.
+    """Gather 4,096 tiles of 8 KiB beside other work, arms alternating. Needs CUDA.
 
     Args:
         repeats: times of each arm.
     """
-    device = torch.device("cuda")
-    tokens = torch.randn(16, 4096, dtype=torch.bfloat16, device=device)
-    shape = (_WEIGHTS, 4096, 28672)
-    weights = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    gathers = {programs: captured(_gathers(programs)) for programs in PROGRAMS}
+    found = []
+    for name, make in _MAINS.items():
+        run = make()
+        run()
+        main = captured(run)
+        found += [
+            _beside(name, main, gather, programs, repeats) for programs, gather in gathers.items()
+        ]
+    return found
 
-    def multiply() -> None:
-        for _ in range(_ROUNDS):
-            for weight in weights:
-                tokens @ weight
 
-    multiply()
-    main = captured(multiply)
-    return [_beside(main, captured(_gathers(programs)), programs, repeats) for programs in PROGRAMS]
+def _stream() -> Callable[[], object]:
+    numbers = torch.zeros(2**29, dtype=torch.bfloat16, device="cuda")
+
+    def run() -> None:
+        for _ in range(8):
+            numbers.add_(1)
+
+    return run
+
+
+def _products(tokens: int, weights: int, rounds: int) -> Callable[[], object]:
+    """Tokens times matrices of 4,096 x 28,672, which are larger than the cache together."""
+    rows = torch.randn(tokens, 4096, dtype=torch.bfloat16, device="cuda")
+    shape = (weights, 4096, 28672)
+    matrices = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+    def run() -> None:
+        for matrix in matrices.unbind() * rounds:
+            rows @ matrix
+
+    return run
+
+
+_MAINS: dict[str, Callable[[], Callable[[], object]]] = {
+    "one addition to each of 2**29 numbers": _stream,
+    "matrix products of 16 tokens": partial(_products, 16, 6, 8),
+    "matrix products of 16,384 tokens": partial(_products, 16384, 1, 1),
+}
 
 
 def _gathers(programs: int) -> Callable[[], None]:
@@ -79,7 +107,11 @@ def _gathers(programs: int) -> Callable[[], None]:
 
 
 def _beside(
-    main: Callable[[], object], gathers: Callable[[], object], programs: int, repeats: int
+    name: str,
+    main: Callable[[], object],
+    gathers: Callable[[], object],
+    programs: int,
+    repeats: int,
 ) -> Interference:
     aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     alone, beside, gather_alone, gather_beside = [], [], [], []
@@ -96,6 +128,7 @@ def _beside(
         gather_beside.append(start.elapsed_time(end) * 1e3 / _GATHERS)
     first, second = Spread.of(alone), Spread.of(beside)
     return Interference(
+        main=name,
         programs=programs,
         alone=first,
         beside=second,

@@ -95,12 +95,11 @@ def make_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     yield _score_case(sizes, device, keys4=False)
     yield _score_case(sizes, device, keys4=True)
     yield _plan_case(sizes, device)
-    yield _gather_case(sizes, device, "memory", sizes.head_dim, 32)
+    yield _gather_case(sizes, device, "memory", sizes.head_dim)
     if device.type == "cuda":
-        yield _gather_case(sizes, device, "h2d", sizes.head_dim, 32)
-        yield _gather_case(sizes, device, "h2d", sizes.head_dim, 16)
-        yield _gather_case(sizes, device, "h2d", sizes.head_dim // 2, 32)
-        yield _gather_case(sizes, device, "d2h", sizes.head_dim, 32)
+        for head_dim in (sizes.head_dim, sizes.head_dim // 2):
+            yield _gather_case(sizes, device, "h2d", head_dim)
+            yield _gather_case(sizes, device, "d2h", head_dim)
 
 
 def _digest_case(sizes: Sizes, device: torch.device, *, keys4: bool) -> Case:
@@ -195,9 +194,7 @@ def _plan_case(sizes: Sizes, device: torch.device) -> Case:
     )
 
 
-def _gather_case(
-    sizes: Sizes, device: torch.device, link: str, head_dim: int, programs: int
-) -> Case:
+def _gather_case(sizes: Sizes, device: torch.device, link: str, head_dim: int) -> Case:
     heads, rows = sizes.kv_heads, sizes.rows
     places = -(-sizes.tiles // (heads * rows))
     shape = (rows * places, heads, BLOCK_TOKENS, 2 * head_dim)
@@ -212,10 +209,7 @@ def _gather_case(
     take, put = index.reshape(2, heads, rows, places).transpose(1, 2)
 
     def run(module: ModuleType, side: int) -> None:
-        if side:
-            module.gather_rows(source, take, dests[side], put, programs=programs)
-        else:
-            module.gather_rows(source, take, dests[side], put)
+        module.gather_rows(source, take, dests[side], put)
 
     def results(side: int) -> tuple[Tensor, ...]:
         if device.type == "cuda":
@@ -223,7 +217,7 @@ def _gather_case(
         return (dests[side],)
 
     return Case(
-        f"gather {link}, {programs} programs",
+        f"gather {link}, head dim {head_dim}",
         f"{rows * places * heads} tiles of {_nbytes(tiles[0, 0])} bytes",
         _nbytes(tiles) * (2 if link == "memory" else 1),
         link,

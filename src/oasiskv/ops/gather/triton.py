@@ -9,11 +9,13 @@ from torch import Tensor
 
 from oasiskv.ops.gather.reference import check_same_tiles
 
-# Tiles whose reads a program has under way at once: 32 programs of 2 tiles of 8 KiB are 512 KiB,
-# several times what the link holds between request and answer.
-_TILES_AT_ONCE = 2
+# Bytes whose reads a program has under way at once. What the link holds between request and answer
+# is under 128 KiB, so that 4 programs fill it; more only take more from the kernels beside them.
+_BYTES_AT_ONCE = 2**15
+_MOST_TILES = 8
+_LINK_PROGRAMS, _HBM_PROGRAMS = 4, 64
 _PAIRS_AT_ONCE = 1024
-_WARPS = 4
+_WARPS = 8
 
 
 def gather_rows(
@@ -24,7 +26,7 @@ def gather_rows(
     source_blocks: Tensor | None = None,
     dest_blocks: Tensor | None = None,
     *,
-    programs: int = 32,
+    programs: int | None = None,
 ) -> Tensor:
     """As ``reference.gather_rows``, without synchronisation; ``R``, ``H`` and ``C`` are maxima.
 
@@ -41,8 +43,8 @@ def gather_rows(
         dest_index: as in the reference, any strides.
         source_blocks: as in the reference, last dimension contiguous.
         dest_blocks: as in the reference, last dimension contiguous.
-        programs: how many run at once. More take more from kernels beside them: 32 fill the link,
-            16 are kinder to large matrix products.
+        programs: how many run at once, each of which keeps a multiprocessor from the kernels beside
+            it; None: as few as fill the link to the host, more within HBM.
 
     Raises:
         ValueError: dtype or tile shape differ, or a tile is not contiguous.
@@ -52,6 +54,10 @@ def gather_rows(
     source, dest = _as_words("source", source, words), _as_words("dest", dest, words)
     num_rows, num_heads, width = source_index.shape
     device = source_index.device
+    if programs is None:
+        within = source.device == dest.device
+        programs = _HBM_PROGRAMS if within else _LINK_PROGRAMS
+    tile_bytes = source.shape[2] * source.element_size()
     pairs = num_rows * num_heads * width
     moved = torch.empty((), dtype=torch.int64, device=device)
     work = torch.empty(
@@ -67,11 +73,17 @@ def gather_rows(
         0 if dest_blocks is None else dest_blocks.stride(0),
         HEADS=max(num_heads, 1), WIDTH=max(width, 1),
         WORDS=source.shape[2], WORDS_PADDED=triton.next_power_of_2(source.shape[2]),
-        ALIGNED=_alignment(source, dest), TILES=_TILES_AT_ONCE,
+        ALIGNED=_alignment(source, dest), TILES=_tiles_at_once(tile_bytes),
         PAIRS=min(_PAIRS_AT_ONCE, triton.next_power_of_2(max(pairs, 1))),
         num_warps=_WARPS,
     )  # fmt: skip
     return moved
+
+
+def _tiles_at_once(tile_bytes: int) -> int:
+    """A power of 2."""
+    most = min(_MOST_TILES, _BYTES_AT_ONCE // max(tile_bytes, 1))
+    return 1 << max(most.bit_length() - 1, 0)
 
 
 class _HostPointer:
