@@ -3,8 +3,8 @@
 In 16 bits two right engines want different blocks wherever scores are nearly equal, and another
 block in the hot set changes what is wanted from then on. So the reference engine is fed the tokens,
 drafts and hot sets of the plugin, which leaves each step to be compared on its own, and noise is
-measured: what the reference engine differs from itself by, in float32 and in 16 bits, and what stock
-vLLM differs from the dense reference engine by.
+measured: what the reference engine differs from itself by, in float32 and in 16 bits, and what
+stock vLLM differs from the dense reference engine by.
 """
 
 import logging
