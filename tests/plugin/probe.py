@@ -32,12 +32,12 @@ EXACT = {
 """Settings under which the sparse path holds every context of the tests, up to 448 tokens."""
 
 
-def is_greedy(model, prompt, output):
-    """Whether each token is the target's choice after those before it, up to a tie below 1e-4."""
+def is_greedy(model, prompt, output, tie=1e-4):
+    """Whether each token is the target's choice after those before it, up to a ``tie``."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(-1, torch.tensor(output)[:, None])[:, 0]
-    return bool((logits.max(-1).values - chosen < 1e-4).all())
+    return bool((logits.max(-1).values - chosen < tie).all())
 
 
 class Probe:

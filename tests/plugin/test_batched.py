@@ -8,6 +8,7 @@ from oasiskv.vllm import runtime
 from oasiskv.vllm.batch_layers import BatchLayers
 from plugin.driver import Driver
 from plugin.engines import greedy
+from plugin.noise import measure_noise
 from plugin.probe import NGRAM, is_greedy, probed
 from plugin.truth import SMALL, assert_truth
 from tiny import prompt_of
@@ -38,6 +39,16 @@ def test_tokens_and_wanted_blocks_are_the_reference_engines(
     prompts = [prompt_of(length) for length in (400, 413, 600)]
     _, compared, _ = assert_truth(tiny_folder, prompts, 48, settings, **args)
     assert compared > 1000
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_the_reference_engine_is_no_more_than_noise_apart(tiny_folder, dtype):
+    settings = SMALL | {"lookahead": "held_back"}
+    args = {"speculative_config": NGRAM, "max_model_len": 1024}
+    prompts = [prompt_of(length) for length in (400, 413, 600)]
+    found = measure_noise(tiny_folder, prompts, 32, settings, dtype, "cpu", 90, **args)
+    found.check()
+    assert found.compared > 1000
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,8 @@
 
 import pytest
 
-from oasiskv.data import data_path
-from oasiskv.hf.tokens import encode, load_tokenizer
-from oasiskv.models import resolve_model
 from plugin.probe import NGRAM
-from plugin.truth import SMALL, assert_truth
+from plugin.truth import NOVEL, SMALL, assert_truth, novel_prompts
 from tiny import prompt_of
 
 
@@ -25,24 +22,13 @@ def test_random_model(tiny_folder, lookahead, speculative):
 @pytest.mark.model
 def test_real_model_and_text():
     """Four passages of 2,000 and more tokens of a novel, drafts accepted and held back."""
-    folder = resolve_model("smollm2-135m")
-    text = data_path("texts/persuasion.txt").read_text(encoding="utf-8")
-    ids = encode(load_tokenizer(folder), text, chat=False)
-    prompts = [ids[3000 * i : 3000 * i + 2000 + 7 * i] for i in range(4)]
-    settings = {
-        "budget_tokens": 256,
-        "hot_tokens": 384,
-        "sink_tokens": 16,
-        "window_tokens": 64,
-        "host_gib": 0.5,
-        "lookahead": "held_back",
-    }
+    folder, prompts = novel_prompts()
     args = {
         "speculative_config": NGRAM,
         "max_model_len": 2304,
         "num_gpu_blocks_override": 800,
     }
-    tokens, compared, accepted = assert_truth(folder, prompts, 64, settings, **args)
+    tokens, compared, accepted = assert_truth(folder, prompts, 64, NOVEL, **args)
     assert [len(output) for output in tokens] == [64] * 4
     assert len(set(map(tuple, tokens))) == 4
     assert accepted > 0

@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oasiskv.bench.in_process import (
     BATCHED_TOKENS,
     STOCK_BLOCK_TOKENS,
-    add_random_requests,
+    add_requests,
     closed_engine,
+    random_prompts,
     vllm_in_process,
 )
 from oasiskv.config import BLOCK_TOKENS, OasisConfig
@@ -229,9 +230,8 @@ def _run(
         scheduler = engine.engine_core.engine_core.scheduler
         pool_bytes = sum(tensor.size for tensor in scheduler.kv_cache_config.kv_cache_tensors)
         report = EngineReport(block_tokens, scheduler.kv_cache_config.num_blocks, pool_bytes)
-        add_random_requests(
-            llm, workload.requests, workload.prompt_tokens, workload.new_tokens, workload.seed
-        )
+        prompts = random_prompts(llm, workload.requests, workload.prompt_tokens, workload.seed)
+        add_requests(llm, prompts, workload.new_tokens)
         requests = list(scheduler.requests.values())
         sampler = _Sampler(scheduler, report)
         start = time.perf_counter()

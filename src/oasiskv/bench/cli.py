@@ -12,7 +12,7 @@ from rich.table import Table
 
 from oasiskv.bench.acceptance import Passages, measure_acceptance
 from oasiskv.bench.capacity import EngineReport, Workload, measure
-from oasiskv.bench.decode import SHAPES, DecodeLoad, measure_decode
+from oasiskv.bench.decode import SHAPES, DecodeLoad, DecodeReport, measure_decode
 from oasiskv.bench.ops import OpTime, measure_ops
 from oasiskv.config import OasisConfig
 from oasiskv.models.resolve import resolve_model
@@ -44,6 +44,20 @@ _OP_COLUMNS: dict[str, Callable[[OpTime], str]] = {
     "median, us": lambda op: f"{op.time.median_us:.1f}",
     "10 to 90 %, us": lambda op: f"{op.time.low_us:.1f} to {op.time.high_us:.1f}",
     "of floor": lambda op: f"{op.share:.3f}",
+}
+
+_DECODE_ROWS: dict[str, Callable[[DecodeReport], str]] = {
+    "prefill alone, tokens/s": lambda r: f"{r.prefill_tokens_per_s:,.0f}",
+    "all requests decode after, s": lambda r: f"{r.all_decode_s:.2f}",
+    "step, median, ms": lambda r: f"{r.step_ms:.2f}",
+    "10 to 90 %": lambda r: f"{r.low_ms:.2f} to {r.high_ms:.2f}",
+    "tokens a step": lambda r: f"{r.tokens_per_step:.2f}",
+    "tokens/s": lambda r: f"{r.tokens_per_s:,.0f}",
+    "KV blocks in use": lambda r: f"{r.pool_blocks:,} of {r.block_tokens} tokens",
+    "fetched a step, MB": lambda r: f"{r.fetched_bytes_per_step / 1e6:.2f}",
+    "step under the profiler, ms": lambda r: f"{r.parts.step_ms:.2f}",
+    "device busy, ms": lambda r: f"{r.parts.busy_ms:.2f}",
+    "device idle, ms": lambda r: f"{r.parts.idle_ms:.2f}",
 }
 
 
@@ -165,21 +179,39 @@ def ops_command(
 def decode_command(
     host_gib: Annotated[float, typer.Option(help="size of the host store")],
     model: Annotated[
-        str, typer.Option(help="built-in name, folder, hub id, or llama-3.1-8b without weights")
+        str,
+        typer.Option(
+            help="built-in name, folder or hub id, prompted with the bundled novel from different "
+            "places; or llama-3.1-8b, the shape without weights, prompted with random tokens"
+        ),
     ] = "llama-3.1-8b",
     requests: Annotated[int, typer.Option(help="requests that decode at once")] = 16,
-    prompt_tokens: Annotated[int, typer.Option(help="random tokens of each prompt")] = 16384,
+    prompt_tokens: Annotated[
+        int, typer.Option(help="tokens of each prompt; the novel starts again at its end")
+    ] = 16384,
+    draft_tokens: Annotated[int, typer.Option(help="n-gram drafts a step, both engines")] = 0,
     steps: Annotated[int, typer.Option(help="timed steps", min=2)] = 128,
     budget: Annotated[int, typer.Option(help="K: wanted tokens per step, layer, KV head")] = 2048,
     hot: Annotated[int, typer.Option(help="S: tokens of the hot set")] = 3072,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object only")] = False,
 ) -> None:
-    """Decoding speed of stock vLLM, then OasisKV, on a GPU; prints one JSON object."""
-    load = DecodeLoad(requests, prompt_tokens, steps=steps)
+    """Speed of prefill and of decoding: stock vLLM, then OasisKV, on a GPU."""
+    load = DecodeLoad(requests, prompt_tokens, draft_tokens, steps=steps)
     config = OasisConfig(budget_tokens=budget, hot_tokens=hot, host_gib=host_gib)
     folder = model if model in SHAPES else resolve_model(model)
     stock, oasis = measure_decode(load, config, folder)
-    result = {"load": asdict(load), "stock": asdict(stock), "oasis": asdict(oasis)}
-    sys.stdout.write(json.dumps(result) + "\n")
+    if as_json:
+        result = {"load": asdict(load), "stock": asdict(stock), "oasis": asdict(oasis)}
+        sys.stdout.write(json.dumps(result) + "\n")
+        return
+    title = f"{model}: {requests} requests of {prompt_tokens} tokens, hot set {hot}"
+    table = Table("", "stock vLLM", "OasisKV", title=title, title_justify="left")
+    for name, show in _DECODE_ROWS.items():
+        table.add_row(name, show(stock), show(oasis))
+    for part in stock.parts.parts_ms:
+        both = (f"{report.parts.parts_ms[part]:.2f}" for report in (stock, oasis))
+        table.add_row(f"  {part}, ms", *both)
+    Console().print(table)
 
 
 def _or_dash(blocks: int | None) -> str:

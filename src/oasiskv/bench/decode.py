@@ -1,4 +1,4 @@
-"""Decoding speed at a fixed number of requests: stock vLLM, then OasisKV, on one GPU."""
+"""Speed at a fixed number of requests: stock vLLM, then OasisKV, on one GPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import LlamaConfig
 
-from oasiskv.bench.in_process import add_random_requests, closed_engine, vllm_in_process
+from oasiskv.bench.in_process import (
+    STOCK_BLOCK_TOKENS,
+    add_requests,
+    closed_engine,
+    novel_prompts,
+    random_prompts,
+    vllm_in_process,
+)
+from oasiskv.bench.parts import StepParts, profile_steps
 from oasiskv.config import BLOCK_TOKENS, OasisConfig
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 SHAPES = {
     "llama-3.1-8b": {
@@ -34,15 +46,27 @@ class DecodeLoad:
 
     Args:
         requests: how many.
-        prompt_tokens: random tokens of each prompt.
+        prompt_tokens: of each prompt.
+        draft_tokens: n-gram drafts a step and request, for both engines; 0: none.
+        prefill_requests: how many of the prompts prefill alone is timed on.
         warm_steps: steps after the last prompt that are not timed.
         steps: steps that are timed.
+        profiled_steps: steps after these that run under the profiler.
     """
 
     requests: int = 16
     prompt_tokens: int = 16384
+    draft_tokens: int = 0
+    prefill_requests: int = 4
     warm_steps: int = 16
     steps: int = 128
+    profiled_steps: int = 8
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that a request may come to: it decodes while later ones are prefilled, too."""
+        steps = self.warm_steps + self.steps + self.profiled_steps + self.requests
+        return self.prompt_tokens + steps * (1 + self.draft_tokens) + 64
 
 
 @dataclass(frozen=True)
@@ -50,22 +74,30 @@ class DecodeReport:
     """What one engine did.
 
     Args:
-        prefill_s: wall time until all requests decode.
+        prefill_tokens_per_s: prompts alone, of which one token each is decoded.
+        all_decode_s: wall time until all requests decode; early ones decode meanwhile.
         step_ms: median time of a step.
         low_ms: its 10th percentile.
         high_ms: its 90th percentile.
-        tokens_per_s: of all requests, from the median.
-        pool_blocks: blocks in use at the end.
+        tokens_per_step: of all requests, mean.
+        tokens_per_s: the same over the median step.
+        pool_blocks: blocks in use after the timed steps.
+        block_tokens: tokens of one block.
         fetched_bytes_per_step: store to slots, mean over the timed steps.
+        parts: where the time of a step goes.
     """
 
-    prefill_s: float
+    prefill_tokens_per_s: float
+    all_decode_s: float
     step_ms: float
     low_ms: float
     high_ms: float
+    tokens_per_step: float
     tokens_per_s: float
     pool_blocks: int
+    block_tokens: int
     fetched_bytes_per_step: float
+    parts: StepParts
 
 
 def measure_decode(
@@ -76,8 +108,9 @@ def measure_decode(
     Args:
         load: the requests.
         config: OasisKV's settings, with ``host_gib``.
-        model: folder or hub id, or a name of ``SHAPES``, which has random weights: attention is
-            then nearly uniform, and what is fetched says nothing.
+        model: folder or hub id, prompted with the bundled novel; or a name of ``SHAPES``, which has
+            random weights and random prompts: attention is then nearly uniform, and what is fetched
+            says nothing.
 
     Returns:
         ``(stock, oasis)``.
@@ -87,6 +120,7 @@ def measure_decode(
     """
     with TemporaryDirectory() as temporary, vllm_in_process() as plugin_args:
         engine: dict[str, Any] = {"model": str(model)}
+        prompts = None
         if model in SHAPES:
             LlamaConfig(
                 **SHAPES[str(model)],
@@ -96,52 +130,96 @@ def measure_decode(
                 architectures=["LlamaForCausalLM"],
             ).save_pretrained(temporary)
             engine = {"model": temporary, "load_format": "dummy"}
-        longest = load.prompt_tokens + load.warm_steps + load.steps + load.requests + 64
+        else:
+            prompts = novel_prompts(model, load.requests, load.prompt_tokens)
         engine |= {
             "skip_tokenizer_init": True,
             "async_scheduling": False,
             "enable_prefix_caching": False,
-            "block_size": BLOCK_TOKENS,
-            "max_model_len": longest,
+            "max_model_len": load.most_tokens,
             "max_num_seqs": load.requests,
-            "gpu_memory_utilization": 0.85,
         }
-        return _run(load, engine), _run(load, engine | plugin_args(config))
+        engine |= _device_args()
+        if load.draft_tokens:
+            engine["speculative_config"] = {
+                "method": "ngram",
+                "num_speculative_tokens": load.draft_tokens,
+                "prompt_lookup_max": 3,
+                "prompt_lookup_min": 1,
+            }
+        return _run(load, prompts, engine), _run(load, prompts, engine | plugin_args(config))
 
 
-def _run(load: DecodeLoad, engine_args: dict[str, Any]) -> DecodeReport:
-    """The load on one engine, which is closed at the end."""
+def _device_args() -> dict[str, Any]:
+    """What a GPU takes, or, to try the bench on, vLLM's CPU build."""
+    if torch.cuda.is_available():
+        return {"block_size": BLOCK_TOKENS, "gpu_memory_utilization": 0.85}
+    return {
+        "block_size": STOCK_BLOCK_TOKENS,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 2**30,
+    }
+
+
+def _run(
+    load: DecodeLoad, prompts: list[list[int]] | None, engine_args: dict[str, Any]
+) -> DecodeReport:
+    """The load on one engine, which is closed at the end; random prompts if there are none."""
     with closed_engine(engine_args) as llm:
         engine = llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
-        add_random_requests(llm, load.requests, load.prompt_tokens, new_tokens=10**6)
+        prompts = prompts or random_prompts(llm, load.requests, load.prompt_tokens)
+        # What is compiled or allocated at first use is not timed.
+        _prefill_seconds(llm, prompts[:1])
+        few = prompts[: load.prefill_requests]
+        prefill = sum(map(len, few)) / _prefill_seconds(llm, few)
+
+        add_requests(llm, prompts, new_tokens=10**6)
         start = time.perf_counter()
         while any(r.num_output_tokens == 0 for r in scheduler.requests.values()):
             engine.step()
-        prefill = time.perf_counter() - start
+        all_decode = time.perf_counter() - start
         for _ in range(load.warm_steps):
             engine.step()
-        before = _moved_bytes(engine_args)
+        requests = list(scheduler.requests.values())
+        moved, tokens = _moved_bytes(engine_args), sum(r.num_output_tokens for r in requests)
         times = []
         for _ in range(load.steps):
             start = time.perf_counter()
             engine.step()
             times.append(1000 * (time.perf_counter() - start))
-        fetched = (_moved_bytes(engine_args) - before) / load.steps
+        moved = _moved_bytes(engine_args) - moved
+        tokens = sum(r.num_output_tokens for r in requests) - tokens
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        parts = profile_steps(engine.step, load.profiled_steps)
         engine.abort_request([str(index) for index in range(load.requests)])
     deciles = statistics.quantiles(times, n=10)
     median = statistics.median(times)
     return DecodeReport(
-        prefill_s=prefill,
+        prefill_tokens_per_s=prefill,
+        all_decode_s=all_decode,
         step_ms=median,
         low_ms=deciles[0],
         high_ms=deciles[-1],
-        tokens_per_s=1000 * load.requests / median,
+        tokens_per_step=tokens / load.steps,
+        tokens_per_s=1000 * tokens / load.steps / median,
         pool_blocks=used,
-        fetched_bytes_per_step=fetched,
+        block_tokens=scheduler.block_size,
+        fetched_bytes_per_step=moved / load.steps,
+        parts=parts,
     )
+
+
+def _prefill_seconds(llm: LLM, prompts: list[list[int]]) -> float:
+    """Time in which the prompts are prefilled, and what that starts on the device is done."""
+    add_requests(llm, prompts, new_tokens=1)
+    start = time.perf_counter()
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def _moved_bytes(engine_args: dict[str, Any]) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import cycle, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from oasiskv.config import BLOCK_TOKENS, OasisConfig
+from oasiskv.data import data_path
 from oasiskv.errors import ConfigError
+from oasiskv.hf.tokens import encode, load_tokenizer
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -86,14 +90,32 @@ def greedy_sampling(new_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
 
 
-def add_random_requests(
-    llm: LLM, requests: int, prompt_tokens: int, new_tokens: int, seed: int = 0
-) -> None:
-    """Add requests with ids 0, 1, ... whose prompts are random tokens of the model's vocabulary."""
-    engine = llm.llm_engine
-    vocabulary = engine.vllm_config.model_config.get_vocab_size()
-    generator = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(vocabulary, (requests, prompt_tokens), generator=generator)
-    for index, prompt in enumerate(prompts.tolist()):
+def add_requests(llm: LLM, prompts: Sequence[list[int]], new_tokens: int) -> None:
+    """Add requests with ids 0, 1, ..."""
+    for index, prompt in enumerate(prompts):
         request = {"prompt_token_ids": prompt}
-        engine.add_request(str(index), request, greedy_sampling(new_tokens))
+        llm.llm_engine.add_request(str(index), request, greedy_sampling(new_tokens))
+
+
+def random_prompts(llm: LLM, count: int, tokens: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of random tokens of the model's vocabulary."""
+    vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size()
+    generator = torch.Generator().manual_seed(seed)
+    prompts: list[list[int]] = torch.randint(
+        vocabulary, (count, tokens), generator=generator
+    ).tolist()
+    return prompts
+
+
+def novel_prompts(model: str | Path, count: int, tokens: int) -> list[list[int]]:
+    """Prompts from places evenly spread over the bundled novel, which starts again at its end.
+
+    Args:
+        model: folder or hub id, for its tokenizer.
+        count: prompts.
+        tokens: of each.
+    """
+    text = data_path("texts/persuasion.txt").read_text(encoding="utf-8")
+    ids = encode(load_tokenizer(model), text, chat=False)
+    starts = [index * len(ids) // count for index in range(count)]
+    return [list(islice(cycle(ids), start, start + tokens)) for start in starts]

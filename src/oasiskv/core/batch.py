@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -101,7 +103,8 @@ class BatchTiering:
 
     Attributes:
         state: of all requests, on the device.
-        free_rows: rows of it that no request has.
+        free_rows: rows of it that no request has, a heap: the first ones are taken first, so that
+            few are looked at while few are taken.
         graphs: the layers of a step, captured on the current stream, on which ``after_step`` has to
             be called; None off CUDA.
     """
@@ -122,14 +125,16 @@ class BatchTiering:
         self.state = LayerState(
             geometry, config, store, caches, self._rows, limits.max_tokens, self._ring_tokens
         )
-        self.free_rows = list(range(self._rows))[::-1]
+        self.free_rows = list(range(self._rows))
         self._widths = limits.widths(geometry.block_tokens)
+        self._row_counts = limits.row_counts()
         self._most_blocks = geometry.blocks_for(limits.max_tokens)
         self.graphs: LayerGraphs | None = None
         if self._device.type == "cuda":
-            for width in self._widths:
-                self.state.warm_up(width)
-            sizes = {width: 4 * width + 5 * self._rows for width in self._widths}
+            keys = list(product(self._widths, self._row_counts))
+            for width, rows in keys:
+                self.state.warm_up(width, rows)
+            sizes = {(width, rows): 4 * width + 5 * rows for width, rows in keys}
             fill_size = 4 + 3 * LATEST_QUERIES + self._most_blocks
             self.graphs = LayerGraphs(
                 self.state, geometry.num_layers, sizes, fill_size, layer_done, self._device
@@ -147,7 +152,7 @@ class BatchTiering:
         """
         if not self.free_rows:
             raise StateError(f"no row is free for request {request_id}")
-        row = self.free_rows.pop()
+        row = heappop(self.free_rows)
         return BatchRequest(request_id=request_id, row=row, block_ids=block_ids)
 
     def adopt(self, request: BatchRequest, blocks: Sequence[int]) -> None:
@@ -178,7 +183,7 @@ class BatchTiering:
         """An ended request gives its row and its digests back."""
         self.state.digests.release(request.store_blocks)
         request.store_blocks = []
-        self.free_rows.append(request.row)
+        heappush(self.free_rows, request.row)
 
     @property
     def unneeded_place(self) -> int:
@@ -249,21 +254,26 @@ class BatchTiering:
         # More than a step computes close at once where a cache in HBM had a prefix.
         first, last = closing[: -self._widths[-1]], closing[-self._widths[-1] :]
         for part in _parts(first, self._widths[-1]):
-            self._run(part, [], [], None)
-        self._run(last, leaving, self._meta(sparse, number) if sparse else [], observe)
+            self._run(part, [], [], number, None)
+        self._run(last, leaving, sparse, number, observe)
         self._fill(fills)
 
     def _run(
         self,
         closing: Sequence[tuple[int, int]],
         leaving: Sequence[tuple[int, int]],
-        meta: list[int],
+        sparse: Sequence[BatchStep],
+        number: int,
         observe: Observer | None,
     ) -> None:
         width = self._width(max(len(closing), len(leaving)))
-        values = _columns(closing, width) + _columns(leaving, width) + meta
+        taken = max((step.request.row + 1 for step in sparse), default=1)
+        rows = next(count for count in self._row_counts if count >= taken)
+        values = _columns(closing, width) + _columns(leaving, width)
+        if sparse:
+            values += self._meta(sparse, number, rows)
         if self.graphs is not None and observe is None:
-            self.graphs.step(width, values)
+            self.graphs.step(width, rows, values)
             return
         work = StepWork.of(self.upload(values, torch.int32), width)
         for layer in range(self._geometry.num_layers):
@@ -343,9 +353,8 @@ class BatchTiering:
             *_padded(request.block_ids(), self._most_blocks),
         ]
 
-    def _meta(self, sparse: Sequence[BatchStep], number: int) -> list[int]:
+    def _meta(self, sparse: Sequence[BatchStep], number: int, rows: int) -> list[int]:
         """By row: first and end of the candidates, slots in use, query, step."""
-        rows = self._rows
         first, end, used, query = [0] * rows, [0] * rows, [0] * rows, [0] * rows
         for step in sparse:
             row = step.request.row

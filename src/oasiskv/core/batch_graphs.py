@@ -41,7 +41,7 @@ class LayerGraphs:
     Args:
         state: of all requests, warmed up.
         num_layers: layers.
-        sizes: size of the input by number of blocks that close, or leave, in a step.
+        sizes: size of the input by number of blocks that close, or leave, in a step, and rows.
         fill_size: size of a transition's input.
         layer_done: called after a layer's last op.
         device: of the state.
@@ -54,7 +54,7 @@ class LayerGraphs:
         self,
         state: LayerState,
         num_layers: int,
-        sizes: dict[int, int],
+        sizes: dict[tuple[int, int], int],
         fill_size: int,
         layer_done: Callable[[int], None],
         device: torch.device,
@@ -74,14 +74,14 @@ class LayerGraphs:
         torch.cuda.synchronize(device)
         self._fill = _Graph(fill_size, device, fill, shares=None)
         self._steps = {
-            width: _Graph(size, device, partial(step, width), shares=self._fill)
-            for width, size in sizes.items()
+            key: _Graph(size, device, partial(step, key[0]), shares=self._fill)
+            for key, size in sizes.items()
         }
         self.replays = 0
 
-    def step(self, width: int, values: Sequence[int]) -> None:
+    def step(self, width: int, rows: int, values: Sequence[int]) -> None:
         """Replay what follows a step; ``values`` as ``StepWork.of`` takes them."""
-        self._steps[width](values)
+        self._steps[width, rows](values)
         self.replays += 1
 
     def first_fill(self, values: Sequence[int]) -> None:

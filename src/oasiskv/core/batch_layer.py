@@ -45,8 +45,8 @@ class StepWork(NamedTuple):
     Attributes:
         closed: ``[2, n]``: engine's block and store block of blocks that close; -1 for none.
         leaving: ``[2, n]``: engine's block and slot of blocks that leave the window.
-        meta: ``[5, rows]``: first and end of the candidates, slots in use, query, step; None where
-            no request is sparse.
+        meta: ``[5, rows]``, of the first rows of the state: first and end of the candidates, slots
+            in use, query, step; None where no request is sparse.
     """
 
     closed: torch.Tensor
@@ -172,13 +172,14 @@ class LayerState:
         """Copy blocks from the store, int32 ``[n]`` each; -1 for none."""
         self._gather_whole(self._store.layer(layer), self._caches[layer], store_blocks, blocks)
 
-    def warm_up(self, width: int) -> None:
+    def warm_up(self, width: int, rows: int) -> None:
         """Run every op on nothing, so that its kernel is compiled.
 
         Args:
             width: number of blocks that close, or leave, in a step.
+            rows: of the state, from the first on.
         """
-        rows, device = len(self.slots), self._device
+        device = self._device
         flat = torch.full((4 * width + 5 * rows,), -1, dtype=torch.int32, device=device)
         flat[4 * width :] = 0
         work = StepWork.of(flat, width)
@@ -248,12 +249,14 @@ class LayerState:
     def _swap(self, layer: int, meta: torch.Tensor, observe: Observer | None) -> None:
         """Score, plan and transfer, for all sparse requests."""
         first, end, used, query, step = meta
+        rows = len(first)
+        index = self.store_index[:rows]
         plan = self._ops.plan.plan_rows(
-            self._scores(layer, self.ring[layer, :-1], query, self.store_index, first, end),
+            self._scores(layer, self.ring[layer, :rows], query, index, first, end),
             first,
             end,
-            self.resident[layer],
-            self.last_wanted[layer],
+            self.resident[layer, :rows],
+            self.last_wanted[layer, :rows],
             used,
             step[:1],
             self.nan_scores,
@@ -267,8 +270,8 @@ class LayerState:
             plan.sources,
             self._caches[layer],
             plan.victims,
-            self.store_index,
-            self.slots,
+            index,
+            self.slots[:rows],
         )
         if observe is not None:
             observe(layer, plan.wanted)

@@ -12,6 +12,9 @@ _FEW_PAIRS = 128
 """Least number of blocks that a graph of a step takes as closing, or leaving the window. Wider ones
 are for twice as many, and so on, up to the most that a step can bring."""
 
+_FEW_ROWS = 16
+"""Least number of rows that a graph looks at; four times as many, and so on, up to all."""
+
 
 class BatchLimits(NamedTuple):
     """What the state of a batch is sized by.
@@ -40,6 +43,13 @@ class BatchLimits(NamedTuple):
         while widths[-1] < most:
             widths.append(2 * widths[-1])
         return widths
+
+    def row_counts(self) -> list[int]:
+        """Numbers of rows that graphs are captured for: programs of empty rows take time too."""
+        counts = [_FEW_ROWS]
+        while counts[-1] < self.max_requests:
+            counts.append(4 * counts[-1])
+        return [*counts[:-1], self.max_requests]
 
     def state_bytes(self, geometry: KVGeometry, config: OasisConfig) -> int:
         """Bytes of the state on the device, digests apart."""

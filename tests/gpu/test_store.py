@@ -1,0 +1,96 @@
+"""The host store on CUDA: prefixes found in it, and requests that were preempted."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tiny import prompt_of
+from tiny_folder import save_tiny
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("vllm")
+
+from plugin.driver import Driver
+from plugin.engines import greedy
+from plugin.probe import NGRAM, is_greedy, probed
+
+pytestmark = pytest.mark.gpu
+ARGS = {"dtype": "bfloat16", "block_size": 16, "gpu_memory_utilization": 0.3}
+NOISE = 0.1
+"""A tie, in logits, between bfloat16 here and float32 there."""
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Not here: vLLM's own kernels refuse deterministic algorithms."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny", head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    """The target in float32, on the CPU, with the weights that vLLM has."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
+
+
+@pytest.mark.parametrize("drafts", [None, NGRAM], ids=["no drafts", "drafts"])
+def test_a_prompt_that_was_evicted_from_hbm_is_found_in_the_store(folder, model, drafts):
+    prompt = prompt_of(700)
+    settings = {"hot_tokens": 800, "lookahead": "held_back"}
+    args = ARGS | {"num_gpu_blocks_override": 200, "speculative_config": drafts}
+    with probed(folder, settings=settings, **args) as probe:
+        for again in (False, True):
+            assert probe.llm.reset_prefix_cache()
+            driver = Driver(probe)
+            driver.add(f"again {again}", prompt, 20)
+            driver.finish()
+            [request] = driver.requests.values()
+            found = request.num_cached_tokens
+            assert len(prompt) - 32 < found if again else found == 0
+            driver.assert_right_and_all_back(model, NOISE)
+
+
+def test_a_preempted_request_computes_one_block_again(folder, model):
+    """Sparse ones fill the pool; dense ones before them, which stay dense, grow."""
+    settings = {"threshold_tokens": 116, "hot_tokens": 160}
+    args = ARGS | {"num_gpu_blocks_override": 8 * 7 + 12 + 1, "max_model_len": 256}
+    with probed(folder, settings=settings, **args) as probe:
+        driver = Driver(probe)
+        for index in range(3):
+            driver.add(f"dense {index}", prompt_of(40, seed=index), 76)
+        for index in range(4):
+            driver.add(str(index), prompt_of(117, seed=index), 60)
+            driver.step(2)
+        driver.finish(most=800)
+        assert sum(driver.preemptions()) > 0
+        assert len(driver.done) == 7
+        driver.assert_right_and_all_back(model, NOISE)
+
+
+def test_aborts_at_each_stage_leave_nothing_behind(folder, model):
+    settings = {"threshold_tokens": 100}
+    args = ARGS | {"num_gpu_blocks_override": 300, "max_num_batched_tokens": 64}
+    with probed(folder, settings=settings, **args) as probe:
+        for steps in (0, 2, 4, 5, 9):
+            driver = Driver(probe)
+            driver.add(f"aborted {steps}", prompt_of(200), 100)
+            driver.step(steps)
+            driver.add(f"other {steps}", prompt_of(150), 12)
+            driver.abort(f"aborted {steps}")
+            driver.finish()
+            assert set(driver.done) == {f"other {steps}"}
+            driver.assert_right_and_all_back(model, NOISE)
+
+
+def test_the_same_prompt_64_times_at_once(folder, model):
+    prompt = prompt_of(130)
+    settings = {"budget_tokens": 64, "hot_tokens": 160, "threshold_tokens": 64}
+    args = ARGS | {"num_gpu_blocks_override": 3000, "max_num_seqs": 64}
+    with probed(folder, settings=settings, **args) as probe:
+        outputs = greedy(probe.llm, [prompt] * 64, 24)
+        for tokens in outputs:
+            assert is_greedy(model, prompt, tokens, NOISE)
