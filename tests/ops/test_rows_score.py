@@ -218,7 +218,7 @@ def test_spans_fill_the_device():
 
 
 def test_keys4_error_is_what_the_docstring_says():
-    """Scales and queries over 24 powers of 2, where float16 products would be too large or are subnormal."""
+    """Scales and queries over 24 powers of 2: float16 products too large, or subnormal."""
     score = pytest.importorskip("oasiskv.ops.score.triton")
     generator = torch.Generator().manual_seed(1)
 
