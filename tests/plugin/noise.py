@@ -39,8 +39,8 @@ class Noise:
         score: root mean square of the relative noise of scores.
         dense_kl: of stock vLLM from the dense reference engine in float32.
         sparse_kl: of the plugin from the sparse one.
-        dense_twice_kl: of stock vLLM from the dense reference engine in 16 bits as well; not asserted,
-            for engines may share kernels, and then some of the noise is the same in both.
+        dense_twice_kl: of stock vLLM from the dense reference engine in 16 bits as well; not
+            asserted: the engines may share kernels, and then some of the noise is the same in both.
         sparse_twice_kl: of the plugin from the sparse one in 16 bits.
         alone: share in which the plugin agrees with a reference engine that is fed the tokens and
             drafts but keeps hot sets of its own; tells how far they drift, and is not asserted.
