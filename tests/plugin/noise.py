@@ -39,6 +39,9 @@ class Noise:
         score: root mean square of the relative noise of scores.
         dense_kl: of stock vLLM from the dense reference engine in float32.
         sparse_kl: of the plugin from the sparse one.
+        dense_twice_kl: of stock vLLM from the dense reference engine in 16 bits as well; not
+            asserted: the engines may share kernels, and then some of the noise is the same in both.
+        sparse_twice_kl: of the plugin from the sparse one in 16 bits.
         alone: share in which the plugin agrees with a reference engine that is fed the tokens and
             drafts but keeps hot sets of its own; tells how far they drift, and is not asserted.
     """
@@ -52,6 +55,8 @@ class Noise:
     score: float
     dense_kl: float
     sparse_kl: float
+    dense_twice_kl: float
+    sparse_twice_kl: float
     alone: float
 
     def check(self):
@@ -63,7 +68,7 @@ class Noise:
 
 
 def measure_noise(folder, prompts, new, settings, dtype, device, best, **engine_args):
-    """Run the plugin, stock vLLM, and the reference engine four times.
+    """Run the plugin, stock vLLM, and the reference engine five times.
 
     Args:
         folder: the model.
@@ -81,7 +86,8 @@ def measure_noise(folder, prompts, new, settings, dtype, device, best, **engine_
     stock = in_vllm(folder, prompts, new, None, **(args | {"speculative_config": None}))
 
     half = load_model(folder, getattr(torch, dtype), device)
-    rounded = in_reference(half, prompts, plugin, config, follow=True)
+    rounded = in_reference(half, prompts, plugin, config, follow=True, logprobs=True)
+    twice = in_reference(half, prompts, stock, OasisConfig(mode="dense"), logprobs=True)
     full = load_model(folder, torch.float32, device)
     exact = in_reference(full, prompts, plugin, config, follow=True, logprobs=True)
     alone = in_reference(full, prompts, plugin, config)
@@ -99,6 +105,8 @@ def measure_noise(folder, prompts, new, settings, dtype, device, best, **engine_
         score=score,
         dense_kl=float(divergence(stock, dense).mean()),
         sparse_kl=float(divergence(plugin, exact).mean()),
+        dense_twice_kl=float(divergence(stock, twice).mean()),
+        sparse_twice_kl=float(divergence(plugin, rounded).mean()),
         alone=compare_wanted(plugin, alone).share,
     )
     log.info("%s: %s", dtype, found)
