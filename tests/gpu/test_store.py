@@ -17,8 +17,9 @@ from plugin.probe import NGRAM, is_greedy, probed
 
 pytestmark = pytest.mark.gpu
 ARGS = {"dtype": "bfloat16", "block_size": 16, "kv_cache_memory_bytes": 2**31}
-NOISE = 0.1
-"""A tie, in logits, between bfloat16 here and float32 there."""
+NOISE = 0.3
+"""A tie, in logits (which have a standard deviation of 2), between bfloat16 here and float32 there:
+stock vLLM on the CPU in bfloat16 is up to .2 below the best on such prompts."""
 
 
 @pytest.fixture(autouse=True)

@@ -254,15 +254,15 @@ class BatchTiering:
         # More than a step computes close at once where a cache in HBM had a prefix.
         first, last = closing[: -self._widths[-1]], closing[-self._widths[-1] :]
         for part in _parts(first, self._widths[-1]):
-            self._run(part, [], [], number, None)
-        self._run(last, leaving, sparse, number, observe)
-        self._fill(fills)
+            self._run(part, [], [], [], number, None)
+        self._run(last, leaving, sparse, fills, number, observe)
 
     def _run(
         self,
         closing: Sequence[tuple[int, int]],
         leaving: Sequence[tuple[int, int]],
         sparse: Sequence[BatchStep],
+        fills: Sequence[list[int]],
         number: int,
         observe: Observer | None,
     ) -> None:
@@ -273,22 +273,15 @@ class BatchTiering:
         if sparse:
             values += self._meta(sparse, number, rows)
         if self.graphs is not None and observe is None:
-            self.graphs.step(width, rows, values)
+            self.graphs.step(width, rows, values, fills)
             return
         work = StepWork.of(self.upload(values, torch.int32), width)
+        transitions = [FirstFill.of(self.upload(fill, torch.int32)) for fill in fills]
         for layer in range(self._geometry.num_layers):
             self.state.run(layer, work, observe)
+            for transition in transitions:
+                self.state.first_fill(layer, transition)
             self._layer_done(layer)
-
-    def _fill(self, fills: Sequence[list[int]]) -> None:
-        for values in fills:
-            if self.graphs is not None:
-                self.graphs.first_fill(values)
-                continue
-            fill = FirstFill.of(self.upload(values, torch.int32))
-            for layer in range(self._geometry.num_layers):
-                self.state.first_fill(layer, fill)
-                self._layer_done(layer)
 
     def _width(self, pairs: int) -> int:
         """The least width that takes them, so that graphs and kernels of few shapes are needed."""

@@ -27,14 +27,13 @@ class _Graph:
             work(self._input)
 
     def __call__(self, values: Sequence[int]) -> None:
-        host = torch.zeros(len(self._input), dtype=torch.int32, pin_memory=True)
-        host[: len(values)] = torch.tensor(values, dtype=torch.int32)
+        host = torch.tensor(values, dtype=torch.int32, pin_memory=True)
         self._input.copy_(host, non_blocking=True)
         self._graph.replay()
 
 
 class LayerGraphs:
-    """All layers after a step, captured for each number of blocks that may close, and a transition.
+    """All layers after a step, captured for each number of blocks that may close, and of rows.
 
     Captured on the current stream, which must be the one that replays them: they share memory.
 
@@ -59,31 +58,43 @@ class LayerGraphs:
         layer_done: Callable[[int], None],
         device: torch.device,
     ) -> None:
-        def step(width: int, flat: torch.Tensor) -> None:
-            work = StepWork.of(flat, width)
+        def layers(width: int, size: int, flat: torch.Tensor) -> None:
+            work = StepWork.of(flat[:size], width) if size else None
+            fill = FirstFill.of(flat[size:]) if len(flat) > size else None
             for layer in range(num_layers):
-                state.run(layer, work, None)
-                layer_done(layer)
-
-        def fill(flat: torch.Tensor) -> None:
-            transition = FirstFill.of(flat)
-            for layer in range(num_layers):
-                state.first_fill(layer, transition)
+                if work is not None:
+                    state.run(layer, work, None)
+                if fill is not None:
+                    state.first_fill(layer, fill)
                 layer_done(layer)
 
         torch.cuda.synchronize(device)
-        self._fill = _Graph(fill_size, device, fill, shares=None)
+        self._fill = _Graph(fill_size, device, partial(layers, 0, 0), shares=None)
+        self._sizes = sizes
         self._steps = {
-            key: _Graph(size, device, partial(step, key[0]), shares=self._fill)
+            (key, fills): _Graph(
+                size + fills * fill_size, device, partial(layers, key[0], size), shares=self._fill
+            )
             for key, size in sizes.items()
+            for fills in (0, 1)
         }
         self.replays = 0
 
-    def step(self, width: int, rows: int, values: Sequence[int]) -> None:
-        """Replay what follows a step; ``values`` as ``StepWork.of`` takes them."""
-        self._steps[width, rows](values)
-        self.replays += 1
+    def step(
+        self, width: int, rows: int, values: Sequence[int], fills: Sequence[Sequence[int]]
+    ) -> None:
+        """Replay what follows a step.
 
-    def first_fill(self, values: Sequence[int]) -> None:
-        """Replay a transition; ``values`` as ``FirstFill.of`` takes them."""
-        self._fill(values)
+        Args:
+            width: number of blocks that may close.
+            rows: of the state that are looked at.
+            values: as ``StepWork.of`` takes them; nothing is done for what is missing.
+            fills: transitions, each as ``FirstFill.of`` takes it. The first runs with the step,
+                layer by layer, so that the next forward need not wait for all of the step first.
+        """
+        padding = [0] * (self._sizes[width, rows] - len(values))
+        first = fills[0] if fills else []
+        self._steps[(width, rows), min(len(fills), 1)]([*values, *padding, *first])
+        for fill in fills[1:]:
+            self._fill(fill)
+        self.replays += 1
