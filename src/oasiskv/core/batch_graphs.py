@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -30,6 +32,19 @@ class _Graph:
         host = torch.tensor(values, dtype=torch.int32, pin_memory=True)
         self._input.copy_(host, non_blocking=True)
         self._graph.replay()
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """What unpins memory or frees a graph when it is collected would end a capture in an error."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class LayerGraphs:
@@ -68,17 +83,21 @@ class LayerGraphs:
                     state.first_fill(layer, fill)
                 layer_done(layer)
 
-        torch.cuda.synchronize(device)
-        self._fill = _Graph(fill_size, device, partial(layers, 0, 0), shares=None)
         self._sizes = sizes
-        self._steps = {
-            (key, fills): _Graph(
-                size + fills * fill_size, device, partial(layers, key[0], size), shares=self._fill
-            )
-            for key, size in sizes.items()
-            for fills in (0, 1)
-        }
         self.replays = 0
+        torch.cuda.synchronize(device)
+        with _nothing_collected():
+            self._fill = _Graph(fill_size, device, partial(layers, 0, 0), shares=None)
+            self._steps = {
+                (key, fills): _Graph(
+                    size + fills * fill_size,
+                    device,
+                    partial(layers, key[0], size),
+                    shares=self._fill,
+                )
+                for key, size in sizes.items()
+                for fills in (0, 1)
+            }
 
     def step(
         self, width: int, rows: int, values: Sequence[int], fills: Sequence[Sequence[int]]
