@@ -55,6 +55,11 @@ class Tiering:
         """Ended requests whose store blocks still wait for a completion."""
         return sum(request.ended for request in self._owners.values())
 
+    @property
+    def in_flight(self) -> set[str]:
+        """Requests, ended ones included, of which a write or a transfer is on its way."""
+        return {owner.request_id for owner in self._owners.values() if owner.outstanding}
+
     def adopt(self, request: TieredRequest, blocks: Sequence[int]) -> None:
         """A request that has just started finds its first blocks in the store, with their digests.
 

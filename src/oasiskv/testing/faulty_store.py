@@ -20,6 +20,8 @@ class FaultyStore(HostStore):
         seed: drives every choice.
         repeat: chance that a delivered completion comes once more later.
         foreign: chance per poll of a completion that nobody asked for.
+        idle: chance that a poll that does not wait delivers nothing.
+        late: tells of each ticket, at each poll, whether it cannot be delivered yet.
         lose: tells of each ticket whether it is lost for ever, copy and completion.
     """
 
@@ -30,20 +32,24 @@ class FaultyStore(HostStore):
         seed: int = 0,
         repeat: float = 0.5,
         foreign: float = 0.5,
+        idle: float = 0.0,
+        late: Callable[[Ticket], bool] = lambda ticket: False,
         lose: Callable[[Ticket], bool] = lambda ticket: False,
     ) -> None:
         super().__init__(geometry, capacity_blocks)
         self._random = random.Random(seed)
         self._repeat = repeat
         self._foreign = foreign
+        self._idle = idle
+        self._late = late
         self._lose = lose
         self._pending: list[tuple[Ticket, Callable[[], object]]] = []
         self._again: list[Ticket] = []
 
     @property
-    def pending(self) -> int:
-        """Writes and transfers that have not been delivered."""
-        return len(self._pending)
+    def pending(self) -> list[Ticket]:
+        """Writes and transfers that have not been delivered; lost ones never are."""
+        return [ticket for ticket, _ in self._pending]
 
     def write(self, ticket: Ticket, blocks: Sequence[int], tiles: torch.Tensor) -> None:
         """Note the write; it happens when it is delivered."""
@@ -65,10 +71,15 @@ class FaultyStore(HostStore):
 
     def poll(self, timeout_s: float = 0.0) -> list[Ticket]:
         """Deliver a random few, or at least one if the caller waits."""
-        least = 1 if timeout_s > 0 and self._pending else 0
-        for _ in range(self._random.randint(least, max(least, (len(self._pending) + 1) // 2))):
-            _, carry_out = self._pending.pop(self._random.randrange(len(self._pending)))
-            carry_out()
+        ready = [entry for entry in self._pending if not self._late(entry[0])]
+        least = 1 if timeout_s > 0 and ready else 0
+        most = max(least, (len(ready) + 1) // 2)
+        if self._idle and not least and self._random.random() < self._idle:
+            most = 0
+        for _ in range(self._random.randint(least, most)):
+            entry = ready.pop(self._random.randrange(len(ready)))
+            self._pending.remove(entry)
+            entry[1]()
         delivered = super().poll()
         repeated, self._again = self._again, []
         self._again = [t for t in delivered if self._random.random() < self._repeat]

@@ -61,6 +61,8 @@ def check_engine(vllm_config: VllmConfig) -> None:
         "prefill_context_parallel_size",
     ):
         _refuse(name, getattr(parallel, name) != 1, getattr(parallel, name), "set it to 1")
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    _refuse("kv_load_failure_policy", policy != "fail", policy, "set it to fail")
     scheduler = vllm_config.scheduler_config
     _refuse(
         "async_scheduling",

@@ -1,6 +1,6 @@
 """The host store of a worker, whose blocks the scheduler hands out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from oasiskv.core.geometry import KVGeometry
 from oasiskv.errors import StoreFullError
@@ -36,3 +36,7 @@ class AssignedStore(HostStore):
 
     def free(self, blocks: Sequence[int]) -> None:
         """The scheduler keeps count; nothing to do here."""
+
+
+MAKE_STORE: Callable[[KVGeometry, int], AssignedStore] = AssignedStore
+"""What makes the store of requests that are tiered one by one: tests put one with faults here."""
