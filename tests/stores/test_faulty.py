@@ -144,6 +144,38 @@ def test_what_is_lost_never_comes(seed):
     assert_equal(dest, expected)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_corrupted_write_differs_in_one_bit(seed):
+    store = FaultyStore(GEOMETRY, CAPACITY, seed, corrupt=lambda ticket: ticket.step == 2)
+    tiles = make_tiles()
+    start_writes(store, tiles)
+    poll_all(store)
+    changed = 0
+    for layer in range(LAYERS):
+        found = store.layer(layer)[:BLOCKS].contiguous().view(torch.uint8)
+        wrong = found ^ tiles[:, layer].contiguous().view(torch.uint8)
+        assert not wrong[[0, 1, 3]].any()
+        changed += sum(int(byte).bit_count() for byte in wrong[wrong > 0])
+    assert changed == 1
+
+
+def test_what_is_late_waits_and_the_rest_does_not():
+    late = {1}
+    store = FaultyStore(GEOMETRY, CAPACITY, late=lambda ticket: ticket.step in late)
+    writes = start_writes(store, make_tiles())
+    assert set(writes) - set(poll_all(store)) == {writes[1]}
+    assert store.pending == [writes[1]]
+    late.clear()
+    assert writes[1] in poll_all(store)
+
+
+def test_an_idle_store_delivers_to_those_who_wait():
+    store = FaultyStore(GEOMETRY, CAPACITY, foreign=0.0, idle=1.0)
+    writes = start_writes(store, make_tiles())
+    assert poll_all(store, timeout_s=0.0) == []
+    assert set(poll_all(store)) == set(writes)
+
+
 def test_nothing_is_copied_before_a_poll():
     store, dest = FaultyStore(GEOMETRY, CAPACITY), make_dest()
     start_writes(store, make_tiles())

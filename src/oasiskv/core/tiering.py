@@ -244,6 +244,7 @@ class Tiering:
     def collect(self, timeout_s: float = 0.0) -> None:
         """Take over completions; those that match nothing change nothing."""
         for ticket in self.store.poll(timeout_s):
+            damaged = self.store.damaged(ticket)
             owner = self._owners.get((ticket.request_id, ticket.generation))
             if owner is None or ticket not in owner.outstanding:
                 self.ignored += 1
@@ -253,7 +254,8 @@ class Tiering:
             elif owner.pipeline is not None and owner.residents is not None:
                 plan = owner.pipeline.complete(ticket)
                 if plan is not None:
-                    _commit(owner.residents, ticket.layer, plan)
+                    whole = plan if damaged is None else plan.without(damaged)
+                    _commit(owner.residents, ticket.layer, whole)
             if owner.ended and not owner.outstanding:
                 self._give_back(owner)
 

@@ -23,6 +23,8 @@ class FaultyStore(HostStore):
         idle: chance that a poll that does not wait delivers nothing.
         late: tells of each ticket, at each poll, whether it cannot be delivered yet.
         lose: tells of each ticket whether it is lost for ever, copy and completion.
+        corrupt: tells of each write whether a bit of what it wrote flips in the store.
+        checksums: of ``HostStore``.
     """
 
     def __init__(
@@ -35,14 +37,17 @@ class FaultyStore(HostStore):
         idle: float = 0.0,
         late: Callable[[Ticket], bool] = lambda ticket: False,
         lose: Callable[[Ticket], bool] = lambda ticket: False,
+        corrupt: Callable[[Ticket], bool] = lambda ticket: False,
+        checksums: bool = False,
     ) -> None:
-        super().__init__(geometry, capacity_blocks)
+        super().__init__(geometry, capacity_blocks, checksums)
         self._random = random.Random(seed)
         self._repeat = repeat
         self._foreign = foreign
         self._idle = idle
         self._late = late
         self._lose = lose
+        self._corrupt = corrupt
         self._pending: list[tuple[Ticket, Callable[[], object]]] = []
         self._again: list[Ticket] = []
 
@@ -53,7 +58,18 @@ class FaultyStore(HostStore):
 
     def write(self, ticket: Ticket, blocks: Sequence[int], tiles: torch.Tensor) -> None:
         """Note the write; it happens when it is delivered."""
-        self._note(ticket, lambda: super(FaultyStore, self).write(ticket, blocks, tiles))
+
+        def carry_out() -> None:
+            super(FaultyStore, self).write(ticket, blocks, tiles)
+            if self._corrupt(ticket):
+                self.flip_a_bit(self._random.choice(blocks))
+
+        self._note(ticket, carry_out)
+
+    def flip_a_bit(self, block: int) -> None:
+        """Damage a block in the store, somewhere."""
+        data = self._pool[block].view(-1).view(torch.uint8)
+        data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
 
     def read(
         self,

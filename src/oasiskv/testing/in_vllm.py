@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from oasiskv.core.geometry import KVGeometry
@@ -28,11 +27,11 @@ def faulty_stores(**faults: Any) -> Iterator[list[FaultyAssignedStore]]:  # noqa
     """
     made: list[FaultyAssignedStore] = []
 
-    def make(faults: dict[str, Any], geometry: KVGeometry, blocks: int) -> FaultyAssignedStore:
-        made.append(FaultyAssignedStore(geometry, blocks, **faults))
+    def make(geometry: KVGeometry, blocks: int, checksums: bool) -> FaultyAssignedStore:
+        made.append(FaultyAssignedStore(geometry, blocks, checksums=checksums, **faults))
         return made[-1]
 
-    before, store.MAKE_STORE = store.MAKE_STORE, partial(make, faults)
+    before, store.MAKE_STORE = store.MAKE_STORE, make
     try:
         yield made
     finally:

@@ -53,7 +53,8 @@ def check_engine(vllm_config: VllmConfig) -> None:
     """
     platform = vllm_config.device_config.device_type
     check_platform(platform)
-    config_of(vllm_config)
+    config = config_of(vllm_config)
+    _refuse("checksums", config.checksums and platform == "cuda", True, "leave it out on CUDA")
     parallel = vllm_config.parallel_config
     for name in (
         "pipeline_parallel_size",

@@ -151,6 +151,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         ack = connector_output.kv_connector_worker_meta
         if isinstance(ack, OasisAck):
             self._state.take_in_flight(ack.in_flight)
+            self._state.unpublish(ack.damaged)
             for name, stored in ack.stored.items():
                 self._state.acknowledge(name, stored, ack.window_start.get(name))
             self._return_slots()
@@ -204,7 +205,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> OasisAck | None:
         """What a step without a forward acknowledges; one with a forward does so once sampled."""
-        return OasisAck({}, in_flight=self._runtime.in_flight()) if self._runtime else None
+        return OasisAck({}, {}, *self._runtime.store_news()) if self._runtime else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks by which vLLM finds requests that have failed, and ends them with an error."""

@@ -118,6 +118,7 @@ class SparseLayers:
         digests: of the store's blocks.
         requests: by vLLM's request id.
         step_number: of the step that runs.
+        unloaded: vLLM's blocks that could not be loaded in this step, being damaged in the store.
     """
 
     def __init__(
@@ -132,14 +133,16 @@ class SparseLayers:
         self.is_draft = layers.is_draft
         self.caches = list(caches)
         self.index = {name: index for index, name in enumerate(layers.names)}
-        self.store = store.MAKE_STORE(self.geometry, capacity_blocks)
+        self.store = store.MAKE_STORE(self.geometry, capacity_blocks, config.checksums)
         self.tiering = Tiering(self.geometry, config, self.store, self.caches[0].device)
         self.digests = self.tiering.digests
         self.requests: dict[str, WorkerRequest] = {}
         self.step_number = 0
+        self.unloaded: set[int] = set()
         self._config = config
         self._block_ids = block_ids
         self._generations = count()
+        self._damaged_logged = 0
 
     @property
     def running(self) -> list[WorkerRequest]:
@@ -169,6 +172,17 @@ class SparseLayers:
         """Requests, dropped ones included, of which a write or a transfer is on its way."""
         self.tiering.collect()
         return self.tiering.in_flight
+
+    def damaged_blocks(self) -> set[int]:
+        """Store blocks that were found damaged and have not been written again."""
+        checksums = self.store.checksums
+        if checksums is None:
+            return set()
+        new = checksums.damaged_tiles - self._damaged_logged
+        if new:
+            logger.error("OasisKV: %d damaged tiles in the host store were not used", new)
+            self._damaged_logged = checksums.damaged_tiles
+        return set(checksums.damaged_blocks)
 
     def settle(self, names: Sequence[str]) -> None:
         """Wait for the transfers of these requests; one whose transfers do not come has failed."""
@@ -253,6 +267,8 @@ class SparseLayers:
             pairs: store block and vLLM's block.
         """
         heads = self.geometry.num_kv_heads
+        damaged = self.store.damaged_blocks([stored for stored, _ in pairs])
+        self.unloaded = {block for stored, block in pairs if stored in damaged}
         both = torch.tensor(pairs, dtype=torch.int64).T[:, None].expand(2, heads, -1)
         for layer, cache in enumerate(self.caches):
             gather_tiles(self.store.layer(layer), both[0], cache, both[1])

@@ -49,12 +49,14 @@ class OasisAck(KVConnectorWorkerMetadata):
         window_start: first window block of each sparse request of this step: what lies between
             sink and window is in the store, and the slots are filled.
         stored: blocks in the store of each request of this step.
+        damaged: store blocks that hold something else than was written there.
         in_flight: requests, dropped ones included, of which a write or a transfer is on its way.
     """
 
     window_start: dict[str, int]
     stored: dict[str, int] = field(default_factory=dict)
     in_flight: set[str] = field(default_factory=set)
+    damaged: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OasisAck:
         """What both workers have acknowledged, and what either has on its way."""
@@ -64,6 +66,7 @@ class OasisAck(KVConnectorWorkerMetadata):
             _least(self.window_start, other.window_start),
             _least(self.stored, other.stored),
             self.in_flight | other.in_flight,
+            self.damaged | other.damaged,
         )
 
 

@@ -126,6 +126,8 @@ class Runtime:
         message = scheduled.kv_connector_metadata
         if not isinstance(message, OasisMetadata):
             raise StateError(f"OasisMetadata is needed, found {type(message).__name__}")
+        for sparse in self._one_by_one:
+            sparse.unloaded.clear()
         loads = [pair for news in message.requests.values() for pair in news.loads]
         for model in self.models:
             model.step_number += 1
@@ -183,21 +185,24 @@ class Runtime:
         return OasisAck(
             {name: start for name, start in starts.items() if start is not None},
             {name: min(model.stored(name) for model in self.models) for name in steps},
-            self.in_flight(),
+            *self.store_news(),
         )
 
-    def in_flight(self) -> set[str]:
-        """Requests, dropped ones included, of which a write or a transfer is on its way."""
-        return {name for model in self._one_by_one for name in model.in_flight()}
+    def store_news(self) -> tuple[set[str], set[int]]:
+        """``in_flight`` and ``damaged`` of an acknowledgement."""
+        models = self._one_by_one
+        in_flight = {name for model in models for name in model.in_flight()}
+        return in_flight, {block for model in models for block in model.damaged_blocks()}
 
     def failed_blocks(self) -> set[int]:
-        """A block of each request of this step that has failed: vLLM ends who has such a block.
+        """Blocks by which vLLM finds requests of this step that have failed.
 
+        Those that could not be loaded, and one of each request whose tiles are on no way to come.
         It holds tokens that were in place before the step, or vLLM does not look at it; and it is
         nobody else's. Where there is none, the next steps add one.
         """
         requests = [r for model in self._one_by_one for r in model.requests.values() if r.failed]
-        found = set()
+        found = {block for model in self._one_by_one for block in model.unloaded}
         for request in requests:
             name = request.request_id
             if name in self._runner().input_batch.req_id_to_index:

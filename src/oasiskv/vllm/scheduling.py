@@ -184,6 +184,12 @@ class SchedulerState:
         for name in self.held.keys() - names:
             self.returned.extend(self._free(self.held.pop(name)))
 
+    def unpublish(self, blocks: set[int]) -> None:
+        """These store blocks are damaged: nobody finds them any more."""
+        for block in blocks:
+            if self.store is not None:
+                self.store.unpublish(block)
+
     def check_held(self) -> None:
         """Nothing runs and there is no room: what is held must come back.
 
