@@ -78,6 +78,12 @@ class OasisConfig(BaseModel):
         30.0, gt=0, description="seconds after which a transfer that is waited for has failed"
     )
 
+    checksums: bool = Field(
+        False,
+        description="keep a checksum of each tile in the host store, and leave out a fetched tile "
+        "that does not match its own; not on CUDA in vLLM",
+    )
+
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - pydantic's own signature
         try:
             super().__init__(**settings)

@@ -70,7 +70,7 @@ def _store(loaded: LoadedModel, config: OasisConfig, tokens: int) -> HostStore |
     if config.mode == "dense" or config.host_gib is not None:
         return None
     blocks = min(tokens, loaded.max_tokens) // loaded.geometry.block_tokens
-    return HostStore(loaded.geometry, max(1, blocks))
+    return HostStore(loaded.geometry, max(1, blocks), config.checksums)
 
 
 def _report(engine: Engine, request: Request, text: str) -> GenerationReport:

@@ -11,6 +11,7 @@ class Driver:
 
     Attributes:
         done: request id -> its tokens.
+        failed: ids of requests that ended with an error.
         requests: request id -> vLLM's request.
         found: request id -> prompt tokens found in a cache.
     """
@@ -19,6 +20,7 @@ class Driver:
         self.probe = probe
         self.engine = probe.llm.llm_engine
         self.prompts, self.done, self.requests, self.found = {}, {}, {}, {}
+        self.failed = set()
 
     def add(self, name, prompt, new):
         sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
@@ -32,8 +34,18 @@ class Driver:
         for _ in range(count):
             for output in self.engine.step():
                 self.found[output.request_id] = output.num_cached_tokens
-                if output.finished:
+                if output.finished and output.outputs[0].finish_reason == "error":
+                    self.failed.add(output.request_id)
+                elif output.finished:
                     self.done[output.request_id] = list(output.outputs[0].token_ids)
+
+    def until(self, done, most=500):
+        """Step until ``done()``."""
+        for _ in range(most):
+            if done():
+                return
+            self.step()
+        raise AssertionError(f"not within {most} steps")
 
     def abort(self, name):
         self.engine.abort_request([name])
@@ -44,6 +56,14 @@ class Driver:
                 return
             self.step()
         raise AssertionError(f"requests left after {most} steps: {self.probe.scheduler.requests}")
+
+    def drain(self, most=100):
+        """Step until nothing is held for late completions; a request keeps vLLM going."""
+        for _ in range(most):
+            if not self.probe.state.held:
+                return
+            greedy(self.probe.llm, [[1]], 1)
+        raise AssertionError(f"held after {most} requests: {self.probe.state.held}")
 
     def preemptions(self):
         return [request.num_preemptions for request in self.requests.values()]

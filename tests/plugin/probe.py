@@ -107,6 +107,8 @@ class Probe:
                 torch.cuda.synchronize()
             self.refetch(model.tiering, model.geometry, model.store, model.caches, known)
         else:
+            # Requests that are not in this step too.
+            model.settle(list(model.requests))
             self.refetch(model)
 
     @property
@@ -119,7 +121,8 @@ class Probe:
         state, tables = self.state, self.manager.req_to_blocks
         assert state.admitted == {name: state.requests[name] for name in tables}
         assert not state.ending
-        assert state.promised == sum(request.promised for request in state.requests.values())
+        known = [*state.requests.values(), *state.held.values()]
+        assert state.promised == sum(request.promised for request in known)
         assert state.may_go_sparse == {
             name: request
             for name, request in state.requests.items()
@@ -145,6 +148,8 @@ class Probe:
         assert not self.manager.req_to_blocks
         assert not self.state.requests
         assert not self.state.ending
+        assert not self.state.held
+        assert not self.state.returned
         self.assert_counted()
         assert self.state.promised == 0
         assert self.state.store.free_blocks == self.state.store.capacity_blocks

@@ -63,6 +63,7 @@ def test_what_engine_args_gives_is_not_refused(vllm_config):
         ("parallel_config", "prefill_context_parallel_size", 2, "set it to 1"),
         ("scheduler_config", "async_scheduling", True, "set it to False"),
         ("cache_config", "block_size", 32, "set it to 16"),
+        ("kv_transfer_config", "kv_load_failure_policy", "recompute", "set it to fail"),
     ],
 )
 def test_settings_of_vllm(vllm_config, part, name, value, legal):
@@ -72,6 +73,14 @@ def test_settings_of_vllm(vllm_config, part, name, value, legal):
     message = refused(checks.check_engine, vllm_config)
     assert f"{name}={value} " in message
     assert legal in message
+
+
+def test_checksums_on_cuda(vllm_config, monkeypatch):
+    vllm_config.kv_transfer_config.kv_connector_extra_config["checksums"] = True
+    checks.check_engine(vllm_config)
+    monkeypatch.setattr(compat, "version", lambda name: "0.26.0")
+    vllm_config.device_config.device_type = "cuda"
+    assert "checksums=True is not supported" in refused(checks.check_engine, vllm_config)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa", "suffix"])

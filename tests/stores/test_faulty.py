@@ -63,7 +63,7 @@ def test_without_loss_everything_arrives(seed):
     dests = [make_dest() for _ in range(LAYERS)]
     reads = start_reads(store, dests)
     assert set(reads) <= set(poll_all(store))
-    assert store.pending == 0
+    assert not store.pending
     for layer in range(LAYERS):
         assert_equal(dests[layer], tiles[:, layer])
 
@@ -137,18 +137,50 @@ def test_what_is_lost_never_comes(seed):
     reads = start_reads(store, [dest])
     came = poll_all(store)
     assert [ticket in came for ticket in reads] == [True, True, False, True]
-    assert store.pending == 0
+    assert not store.pending
     expected = tiles[:, 0].clone()
     # Nobody wrote block 1, and nobody carried block 2.
     expected[[1, 2]] = math.nan
     assert_equal(dest, expected)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_corrupted_write_differs_in_one_bit(seed):
+    store = FaultyStore(GEOMETRY, CAPACITY, seed, corrupt=lambda ticket: ticket.step == 2)
+    tiles = make_tiles()
+    start_writes(store, tiles)
+    poll_all(store)
+    changed = 0
+    for layer in range(LAYERS):
+        found = store.layer(layer)[:BLOCKS].contiguous().view(torch.uint8)
+        wrong = found ^ tiles[:, layer].contiguous().view(torch.uint8)
+        assert not wrong[[0, 1, 3]].any()
+        changed += sum(int(byte).bit_count() for byte in wrong[wrong > 0])
+    assert changed == 1
+
+
+def test_what_is_late_waits_and_the_rest_does_not():
+    late = {1}
+    store = FaultyStore(GEOMETRY, CAPACITY, late=lambda ticket: ticket.step in late)
+    writes = start_writes(store, make_tiles())
+    assert set(writes) - set(poll_all(store)) == {writes[1]}
+    assert store.pending == [writes[1]]
+    late.clear()
+    assert writes[1] in poll_all(store)
+
+
+def test_an_idle_store_delivers_to_those_who_wait():
+    store = FaultyStore(GEOMETRY, CAPACITY, foreign=0.0, idle=1.0)
+    writes = start_writes(store, make_tiles())
+    assert poll_all(store, timeout_s=0.0) == []
+    assert set(poll_all(store)) == set(writes)
+
+
 def test_nothing_is_copied_before_a_poll():
     store, dest = FaultyStore(GEOMETRY, CAPACITY), make_dest()
     start_writes(store, make_tiles())
     start_reads(store, [dest])
-    assert store.pending == 2 * BLOCKS
+    assert len(store.pending) == 2 * BLOCKS
     assert bool(dest.isnan().all())
 
 
@@ -157,9 +189,9 @@ def test_a_poll_that_waits_delivers_at_least_one(seed):
     store = FaultyStore(GEOMETRY, CAPACITY, seed)
     start_writes(store, make_tiles())
     while store.pending:
-        before = store.pending
+        before = len(store.pending)
         assert store.poll(timeout_s=0.1)
-        assert store.pending < before
+        assert len(store.pending) < before
 
 
 def test_a_read_tells_the_bytes_that_it_will_move():

@@ -25,6 +25,22 @@ def test_a_published_block_is_found_until_its_room_is_needed():
     assert (blocks.free_blocks, blocks.kept_blocks) == (2, 2)
 
 
+def test_a_block_that_is_not_published_any_more_is_not_found():
+    blocks = PrefixBlocks(4, 1)
+    [used, kept] = blocks.reserve(2)
+    blocks.publish(used, "used")
+    blocks.publish(kept, "kept")
+    blocks.free([kept])
+    for block in (used, kept, 3):
+        blocks.unpublish(block)
+        blocks.unpublish(block)
+    assert blocks.match(["used"]) == blocks.match(["kept"]) == []
+    assert (blocks.free_blocks, blocks.kept_blocks) == (3, 0)
+    blocks.free([used])
+    assert blocks.free_blocks == 4
+    assert sorted(blocks.reserve(4)) == [0, 1, 2, 3]
+
+
 def test_what_was_taken_last_goes_last():
     blocks = PrefixBlocks(2, 1)
     [old] = blocks.reserve(1)

@@ -4,7 +4,7 @@ A completion changes something only if its ticket is the very one that the layer
 repeated and foreign completions change nothing.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -41,6 +41,12 @@ class LayerPlan:
     def num_tiles(self) -> int:
         """Tiles that the plan moves."""
         return int((self.victims >= 0).sum())
+
+    def without(self, pairs: torch.Tensor) -> "LayerPlan":
+        """The plan less some pairs, bool ``[heads, n]``: their victims stay as they are."""
+        pairs = pairs.to(self.victims.device)
+        sources, victims = (part.masked_fill(pairs, -1) for part in (self.sources, self.victims))
+        return replace(self, sources=sources, victims=victims)
 
 
 @dataclass

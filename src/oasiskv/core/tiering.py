@@ -55,6 +55,11 @@ class Tiering:
         """Ended requests whose store blocks still wait for a completion."""
         return sum(request.ended for request in self._owners.values())
 
+    @property
+    def in_flight(self) -> set[str]:
+        """Requests, ended ones included, of which a write or a transfer is on its way."""
+        return {owner.request_id for owner in self._owners.values() if owner.outstanding}
+
     def adopt(self, request: TieredRequest, blocks: Sequence[int]) -> None:
         """A request that has just started finds its first blocks in the store, with their digests.
 
@@ -239,6 +244,7 @@ class Tiering:
     def collect(self, timeout_s: float = 0.0) -> None:
         """Take over completions; those that match nothing change nothing."""
         for ticket in self.store.poll(timeout_s):
+            damaged = self.store.damaged(ticket)
             owner = self._owners.get((ticket.request_id, ticket.generation))
             if owner is None or ticket not in owner.outstanding:
                 self.ignored += 1
@@ -248,7 +254,8 @@ class Tiering:
             elif owner.pipeline is not None and owner.residents is not None:
                 plan = owner.pipeline.complete(ticket)
                 if plan is not None:
-                    _commit(owner.residents, ticket.layer, plan)
+                    whole = plan if damaged is None else plan.without(damaged)
+                    _commit(owner.residents, ticket.layer, whole)
             if owner.ended and not owner.outstanding:
                 self._give_back(owner)
 

@@ -103,7 +103,7 @@ class Engine:
             if store is None:
                 if config.host_gib is None:
                     raise OasisError("an engine needs a store, or host_gib to make one")
-                store = HostStore.of_size(loaded.geometry, config.host_gib)
+                store = HostStore.of_size(loaded.geometry, config.host_gib, config.checksums)
             self.tiering = Tiering(loaded.geometry, config, store, loaded.device, agreement_every)
         self._generations = count()
         self._failed: list[Request] = []

@@ -97,6 +97,15 @@ class Store(ABC):
             Bytes that the transfer moves.
         """
 
+    def damaged(self, ticket: Ticket) -> torch.Tensor | None:
+        """Tiles of a completed transfer that did not get to their slots, being damaged.
+
+        Returns:
+            bool ``[heads, n]`` beside the indices of ``read``; None where all are in their slots,
+            where nobody checks, or where it was asked before.
+        """
+        return None
+
     @abstractmethod
     def poll(self, timeout_s: float = 0.0) -> list[Ticket]:
         """Completions since the last call; waits up to ``timeout_s`` for one if there is none."""

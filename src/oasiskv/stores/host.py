@@ -12,6 +12,7 @@ from oasiskv.models.progress import Report, progress_bar
 from oasiskv.ops.gather.reference import gather_tiles
 from oasiskv.stores.allocator import BlockAllocator
 from oasiskv.stores.base import Store, Ticket
+from oasiskv.stores.checksums import TileChecksums
 from oasiskv.stores.machine import numa_cpus
 from oasiskv.stores.pinned import PinnedMemory
 from oasiskv.stores.pinner import CudaPinner
@@ -30,16 +31,18 @@ class HostStore(Store):
     Args:
         geometry: sizes of a block.
         capacity_blocks: blocks to allocate, at once; at least 1.
+        checksums: keep one of each tile, and leave damaged tiles out of transfers.
 
     Attributes:
         pinned: whether the pool is pinned.
         memory: the pool's, where it is pinned by us; None where it is PyTorch's.
+        checksums: of all tiles; None where none are kept.
 
     Raises:
         ConfigError: no block fits, or the memory is not to be had.
     """
 
-    def __init__(self, geometry: KVGeometry, capacity_blocks: int) -> None:
+    def __init__(self, geometry: KVGeometry, capacity_blocks: int, checksums: bool = False) -> None:
         if capacity_blocks < 1:
             raise ConfigError(
                 f"host_gib gives a store of {capacity_blocks} blocks: it must hold at least one "
@@ -56,11 +59,13 @@ class HostStore(Store):
             self._pool = self.memory.tensor.view(geometry.dtype).view(shape)
         self._blocks = BlockAllocator(capacity_blocks, geometry.block_bytes)
         self._completed: list[Ticket] = []
+        self.checksums = TileChecksums(geometry, capacity_blocks) if checksums else None
+        self._damaged: dict[Ticket, torch.Tensor] = {}
 
     @classmethod
-    def of_size(cls, geometry: KVGeometry, host_gib: float) -> "HostStore":
+    def of_size(cls, geometry: KVGeometry, host_gib: float, checksums: bool = False) -> "HostStore":
         """The largest store of at most ``host_gib`` GiB."""
-        return cls(geometry, int(host_gib * 2**30) // geometry.block_bytes)
+        return cls(geometry, int(host_gib * 2**30) // geometry.block_bytes, checksums)
 
     @property
     def free_blocks(self) -> int:
@@ -92,6 +97,8 @@ class HostStore(Store):
 
     def write(self, ticket: Ticket, blocks: Sequence[int], tiles: torch.Tensor) -> None:
         """Copy closed blocks into the store; complete on return."""
+        if self.checksums is not None:
+            self.checksums.note(blocks, tiles)
         self._pool[list(blocks)] = tiles.to(self._pool.device)
         self._completed.append(ticket)
 
@@ -102,10 +109,29 @@ class HostStore(Store):
         dest: torch.Tensor,
         dest_index: torch.Tensor,
     ) -> int:
-        """Copy tiles of one layer into slots; complete on return."""
+        """Copy tiles of one layer into slots, but for damaged ones; complete on return."""
+        if self.checksums is not None:
+            damaged = self.checksums.damaged(self._pool, ticket.layer, source_index)
+            if bool(damaged.any()):
+                self._damaged[ticket] = damaged
+                source_index = source_index.masked_fill(damaged.to(source_index.device), -1)
+                dest_index = dest_index.masked_fill(damaged.to(dest_index.device), -1)
         moved = gather_tiles(self._pool[:, ticket.layer], source_index, dest, dest_index)
         self._completed.append(ticket)
         return moved
+
+    def damaged(self, ticket: Ticket) -> torch.Tensor | None:
+        """Tiles of a completed transfer that were left out; asked once."""
+        return self._damaged.pop(ticket, None)
+
+    def damaged_blocks(self, blocks: Sequence[int]) -> set[int]:
+        """Those of these store blocks of which a tile is damaged; none without checksums."""
+        if self.checksums is None:
+            return set()
+        index = torch.tensor(blocks).expand(self.geometry.num_kv_heads, -1)
+        for layer in range(self.geometry.num_layers):
+            self.checksums.damaged(self._pool, layer, index)
+        return self.checksums.damaged_blocks.intersection(blocks)
 
     def poll(self, timeout_s: float = 0.0) -> list[Ticket]:
         """Completions since the last call; there is never one to wait for."""

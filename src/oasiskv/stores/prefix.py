@@ -87,6 +87,15 @@ class PrefixBlocks(BlockAllocator):
         if block not in self._key_of and key not in self._block_of:
             self._key_of[block], self._block_of[key] = key, block
 
+    def unpublish(self, block: int) -> None:
+        """The block is not found any more, if it was; without a user it is free."""
+        if block not in self._key_of:
+            return
+        del self._block_of[self._key_of.pop(block)]
+        if block in self._kept:
+            del self._kept[block]
+            super().free([block])
+
     def free(self, blocks: Sequence[int]) -> None:
         """One user less of each of these; the last ones go first, being of less use alone.
 

@@ -53,7 +53,8 @@ def check_engine(vllm_config: VllmConfig) -> None:
     """
     platform = vllm_config.device_config.device_type
     check_platform(platform)
-    config_of(vllm_config)
+    config = config_of(vllm_config)
+    _refuse("checksums", config.checksums and platform == "cuda", True, "leave it out on CUDA")
     parallel = vllm_config.parallel_config
     for name in (
         "pipeline_parallel_size",
@@ -61,6 +62,8 @@ def check_engine(vllm_config: VllmConfig) -> None:
         "prefill_context_parallel_size",
     ):
         _refuse(name, getattr(parallel, name) != 1, getattr(parallel, name), "set it to 1")
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    _refuse("kv_load_failure_policy", policy != "fail", policy, "set it to fail")
     scheduler = vllm_config.scheduler_config
     _refuse(
         "async_scheduling",

@@ -79,6 +79,8 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         if self._inert:
             return
         self._state = state_of(gpu_block_pool)
+        self._pool = gpu_block_pool
+        self._state.lost_after_s = self._config.transfer_timeout_s
         self._state.store = PrefixBlocks(self._plan.store_blocks, self._plan.block_bytes)
         self._state.shares = bool(self._vllm.cache_config.enable_prefix_caching)
         speculative = self._vllm.speculative_config
@@ -135,6 +137,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         if self._inert:
             return KVConnectorMetadata()
         self._state.forget_ending()
+        self._return_slots()
         messages = {}
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             state = self._state.requests[name]
@@ -147,8 +150,11 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         """Workers have acknowledged: the blocks between sink and window may go."""
         ack = connector_output.kv_connector_worker_meta
         if isinstance(ack, OasisAck):
+            self._state.take_in_flight(ack.in_flight)
+            self._state.unpublish(ack.damaged)
             for name, stored in ack.stored.items():
                 self._state.acknowledge(name, stored, ack.window_start.get(name))
+            self._return_slots()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -161,6 +167,11 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended; vLLM frees its blocks right after."""
         return False, None
+
+    def _return_slots(self) -> None:
+        """Slots that nothing will be written to any more go back to vLLM's pool."""
+        slots, self._state.returned = self._state.returned, []
+        self._pool.free_blocks(slots)
 
     def _message(self, state: ScheduledRequest, tokens: int, store: PrefixBlocks) -> RequestMessage:
         end = state.request.num_computed_tokens + tokens
@@ -191,6 +202,14 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         if self._runtime is not None:
             uninstall_runtime(self._runtime)
             self._runtime = None
+
+    def build_connector_worker_meta(self) -> OasisAck | None:
+        """What a step without a forward acknowledges; one with a forward does so once sampled."""
+        return OasisAck({}, {}, *self._runtime.store_news()) if self._runtime else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks by which vLLM finds requests that have failed, and ends them with an error."""
+        return self._runtime.failed_blocks() if self._runtime else set()
 
     def start_load_kv(self, forward_context: ForwardContext, **settings: Any) -> None:  # noqa: ANN401
         """Transfers are waited for before the forward, by the worker."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -12,12 +13,14 @@ import torch
 from oasiskv.core.request import TieredRequest
 from oasiskv.core.tiering import LATEST_QUERIES, Tiering
 from oasiskv.drafts.lookahead import LookaheadMode, lookahead_row
+from oasiskv.errors import TransferError
 from oasiskv.ops.gather.reference import gather_tiles
+from oasiskv.vllm import store
+from oasiskv.vllm.logs import logger
 from oasiskv.vllm.memory import PagedKV
-from oasiskv.vllm.store import AssignedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from oasiskv.config import OasisConfig
     from oasiskv.vllm.messages import RequestMessage
@@ -31,12 +34,14 @@ class WorkerRequest(TieredRequest):
     Attributes:
         kv: its blocks.
         assigned: store blocks that the scheduler handed out and that no block has taken yet.
+        failed: what the store owes it did not come: vLLM is asked to end it.
         queries: of this step, per layer and forward ``[tokens kept, query heads, head_dim]``. The
             target runs forward once in a step, a draft model once per draft, or not at all.
     """
 
     kv: PagedKV
     assigned: list[int] = field(default_factory=list)
+    failed: bool = False
     queries: list[list[torch.Tensor]] = field(default_factory=list)
 
     def begin_step(self) -> None:
@@ -113,6 +118,7 @@ class SparseLayers:
         digests: of the store's blocks.
         requests: by vLLM's request id.
         step_number: of the step that runs.
+        unloaded: vLLM's blocks that could not be loaded in this step, being damaged in the store.
     """
 
     def __init__(
@@ -127,19 +133,21 @@ class SparseLayers:
         self.is_draft = layers.is_draft
         self.caches = list(caches)
         self.index = {name: index for index, name in enumerate(layers.names)}
-        self.store = AssignedStore(self.geometry, capacity_blocks)
+        self.store = store.MAKE_STORE(self.geometry, capacity_blocks, config.checksums)
         self.tiering = Tiering(self.geometry, config, self.store, self.caches[0].device)
         self.digests = self.tiering.digests
         self.requests: dict[str, WorkerRequest] = {}
         self.step_number = 0
+        self.unloaded: set[int] = set()
         self._config = config
         self._block_ids = block_ids
         self._generations = count()
+        self._damaged_logged = 0
 
     @property
     def running(self) -> list[WorkerRequest]:
-        """Requests that go through the store and have not ended."""
-        return list(self.requests.values())
+        """Requests that go through the store and have neither ended nor failed."""
+        return [request for request in self.requests.values() if not request.failed]
 
     def _admit(self, name: str) -> WorkerRequest:
         """A request goes through the store from now on."""
@@ -160,13 +168,30 @@ class SparseLayers:
             request.ended = True
             self.tiering.release(request)
 
+    def in_flight(self) -> set[str]:
+        """Requests, dropped ones included, of which a write or a transfer is on its way."""
+        self.tiering.collect()
+        return self.tiering.in_flight
+
+    def damaged_blocks(self) -> set[int]:
+        """Store blocks that were found damaged and have not been written again."""
+        checksums = self.store.checksums
+        if checksums is None:
+            return set()
+        new = checksums.damaged_tiles - self._damaged_logged
+        if new:
+            logger.error("OasisKV: %d damaged tiles in the host store were not used", new)
+            self._damaged_logged = checksums.damaged_tiles
+        return set(checksums.damaged_blocks)
+
     def settle(self, names: Sequence[str]) -> None:
-        """Wait for the transfers of these requests."""
+        """Wait for the transfers of these requests; one whose transfers do not come has failed."""
         self.tiering.collect()
         for name in names:
             request = self.requests[name]
-            if request.pipeline is not None:
-                self.tiering.settle(request, request.pipeline)
+            if request.pipeline is not None and not request.failed:
+                with _failing(request):
+                    self.tiering.settle(request, request.pipeline)
 
     def before_attention(
         self, layer_name: str, name: str, query: torch.Tensor, most_drafts: int
@@ -180,7 +205,7 @@ class SparseLayers:
             most_drafts: drafts that may be among the tokens, as the last ones.
         """
         request = self.requests.get(name)
-        if request is None:
+        if request is None or request.failed:
             return
         layer = self.index[layer_name]
         # Of a dense request the latest, beside drafts that may be rejected.
@@ -242,6 +267,8 @@ class SparseLayers:
             pairs: store block and vLLM's block.
         """
         heads = self.geometry.num_kv_heads
+        damaged = self.store.damaged_blocks([stored for stored, _ in pairs])
+        self.unloaded = {block for stored, block in pairs if stored in damaged}
         both = torch.tensor(pairs, dtype=torch.int64).T[:, None].expand(2, heads, -1)
         for layer, cache in enumerate(self.caches):
             gather_tiles(self.store.layer(layer), both[0], cache, both[1])
@@ -254,6 +281,15 @@ class SparseLayers:
     def _after_step(self, name: str, tokens: StepTokens, transition: bool) -> torch.Tensor | None:
         """Close blocks, go sparse, select and start transfers of one request."""
         request = self.requests[name]
+        if request.failed:
+            return None
+        with _failing(request):
+            return self._tier(request, tokens, transition)
+        return None
+
+    def _tier(
+        self, request: WorkerRequest, tokens: StepTokens, transition: bool
+    ) -> torch.Tensor | None:
         closable = len(request.store_blocks) + len(request.assigned)
         request.computed = tokens.computed_within(closable, self.geometry.block_tokens)
         forwards = len(request.queries[0])
@@ -286,3 +322,13 @@ class SparseLayers:
             queries = request.step_queries(-1)
             return queries, queries.shape[1] - 1
         return request.step_queries(0), tokens.lookahead(self._config.lookahead)
+
+
+@contextmanager
+def _failing(request: WorkerRequest) -> Iterator[None]:
+    """A ``TransferError`` inside is the end of this request, and of no other."""
+    try:
+        yield
+    except TransferError as error:
+        request.failed = True
+        logger.error("OasisKV: request %s ends with an error: %s", request.request_id, error)

@@ -53,12 +53,24 @@ class OasisManager(FullAttentionManager):
         *args: Any,  # noqa: ANN401 - differs between vLLM's versions
         **settings: Any,  # noqa: ANN401
     ) -> int:
-        """Blocks that must be free for the request to be scheduled."""
+        """Blocks that must be free for the request to be scheduled.
+
+        Raises:
+            TransferError: no request runs, and what this one waits for was lost on its way.
+        """
         needed: int = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **settings)
         state = self._state.requests.get(request_id)
         if state is None:
             return needed
-        if not self._store_has_room(state):
+        needed = self._needed(state, num_tokens, needed)
+        if not self._state.admitted and needed > self.block_pool.get_num_free_blocks():
+            self._state.check_held()
+        return needed
+
+    def _needed(self, state: ScheduledRequest, num_tokens: int, needed: int) -> int:
+        """``needed`` blocks and those that must be free beside them."""
+        request_id = state.request.request_id
+        if request_id in self._state.held or not self._store_has_room(state):
             return int(self.block_pool.num_gpu_blocks) + 1
         if self._pressure is not None:
             return needed + self._pressure.kept_free(state, num_tokens, needed)
@@ -99,9 +111,7 @@ class OasisManager(FullAttentionManager):
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         state = self._state.requests.get(request_id)
         if state is not None:
-            blocks = blocks + state.hot
-            state.hot = []
-            self._state.forget(request_id)
+            blocks = blocks + self._state.forget(request_id)
         return blocks
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:

@@ -43,10 +43,15 @@ class PagedKV:
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks that the request reads or writes."""
-        blocks = len(self._block_ids())
+        blocks = len(self.held(len(self._block_ids())))
         if self.sparse:
-            blocks += self.num_sinks + len(self.slots) - self.window_start
+            blocks += len(self.slots)
         return blocks * self._geometry.block_bytes
+
+    def held(self, end: int) -> list[int]:
+        """vLLM's blocks of blocks ``0..end-1`` of the request, slots and those given back apart."""
+        ids = list(self._block_ids()[:end])
+        return ids[: self.num_sinks] + ids[self.window_start :] if self.sparse else ids
 
     def take_slots(self, slots: Sequence[int]) -> None:
         """The scheduler has handed out slots, blocks of its pool."""

@@ -49,17 +49,24 @@ class OasisAck(KVConnectorWorkerMetadata):
         window_start: first window block of each sparse request of this step: what lies between
             sink and window is in the store, and the slots are filled.
         stored: blocks in the store of each request of this step.
+        damaged: store blocks that hold something else than was written there.
+        in_flight: requests, dropped ones included, of which a write or a transfer is on its way.
     """
 
     window_start: dict[str, int]
     stored: dict[str, int] = field(default_factory=dict)
+    in_flight: set[str] = field(default_factory=set)
+    damaged: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OasisAck:
-        """What both workers have acknowledged."""
+        """What both workers have acknowledged, and what either has on its way."""
         if not isinstance(other, OasisAck):
             raise TypeError(f"cannot put an OasisAck and a {type(other).__name__} together")
         return OasisAck(
-            _least(self.window_start, other.window_start), _least(self.stored, other.stored)
+            _least(self.window_start, other.window_start),
+            _least(self.stored, other.stored),
+            self.in_flight | other.in_flight,
+            self.damaged | other.damaged,
         )
 
 

@@ -126,6 +126,8 @@ class Runtime:
         message = scheduled.kv_connector_metadata
         if not isinstance(message, OasisMetadata):
             raise StateError(f"OasisMetadata is needed, found {type(message).__name__}")
+        for sparse in self._one_by_one:
+            sparse.unloaded.clear()
         loads = [pair for news in message.requests.values() for pair in news.loads]
         for model in self.models:
             model.step_number += 1
@@ -183,7 +185,47 @@ class Runtime:
         return OasisAck(
             {name: start for name, start in starts.items() if start is not None},
             {name: min(model.stored(name) for model in self.models) for name in steps},
+            *self.store_news(),
         )
+
+    def store_news(self) -> tuple[set[str], set[int]]:
+        """``in_flight`` and ``damaged`` of an acknowledgement."""
+        models = self._one_by_one
+        in_flight = {name for model in models for name in model.in_flight()}
+        return in_flight, {block for model in models for block in model.damaged_blocks()}
+
+    def failed_blocks(self) -> set[int]:
+        """Blocks by which vLLM finds requests of this step that have failed.
+
+        Those that could not be loaded, and one of each request whose tiles are on no way to come.
+        It holds tokens that were in place before the step, or vLLM does not look at it; and it is
+        nobody else's. Where there is none, the next steps add one.
+        """
+        requests = [r for model in self._one_by_one for r in model.requests.values() if r.failed]
+        found = {block for model in self._one_by_one for block in model.unloaded}
+        for request in requests:
+            name = request.request_id
+            if name in self._runner().input_batch.req_id_to_index:
+                end = -(-self.computed_before(name) // self.target.geometry.block_tokens)
+                others = self._runner().requests.keys() - {name}
+                shared = {block for other in others for block in self._blocks_held(other)}
+                own = [block for block in request.kv.held(end) if block not in shared]
+                found.update(own[-1:])
+        return found
+
+    def _blocks_held(self, name: str) -> list[int]:
+        """vLLM's blocks of a request, slots apart."""
+        request = self._one_by_one[0].requests.get(name)
+        ids = self._block_ids(name)
+        return ids if request is None else request.kv.held(len(ids))
+
+    @property
+    def _one_by_one(self) -> list[SparseLayers]:
+        """Models whose requests are tiered one by one.
+
+        Where they are tiered at once, the order on a stream is what nothing is late by.
+        """
+        return [model for model in self.models if isinstance(model, SparseLayers)]
 
     def computed_before(self, name: str) -> int:
         """Tokens that were in place before this step."""

@@ -1,13 +1,32 @@
 """What the scheduler side knows of each request, for KV-cache manager and connector alike."""
 
+import time
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
+from oasiskv.errors import TransferError
 from oasiskv.stores.prefix import PrefixBlocks
+
+
+@dataclass(eq=False)
+class Held:
+    """What may yet be written for a request that has ended or was preempted.
+
+    Attributes:
+        store_blocks: of the store.
+        slots: blocks of vLLM's pool.
+        promised: store blocks that count as taken until then.
+        since: when it was first kept, on the monotonic clock.
+    """
+
+    store_blocks: list[int] = field(default_factory=list)
+    slots: list[KVCacheBlock] = field(default_factory=list)
+    promised: int = 0
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -71,6 +90,12 @@ class SchedulerState:
         moved: sparse ones whose window has moved since blocks were last given back.
         promised: store blocks that requests may come to need, from first admission to their end.
         dropped: ids whose state the workers must forget: ended or preempted.
+        in_flight: requests of which a worker has a write or a transfer on its way, as of the last
+            acknowledgement.
+        held: what such requests left when they ended or were preempted; no one else's until the
+            workers have nothing of them on its way.
+        returned: slots that vLLM's pool is to have back.
+        lost_after_s: what has been held for longer is taken to be held for ever.
         store: hands out store blocks; None until the connector has made it.
         shares: requests find blocks of others in the store.
         decode_tokens: most tokens of a decoding request in one step, drafts included.
@@ -86,6 +111,10 @@ class SchedulerState:
         self.ending: dict[str, ScheduledRequest] = {}
         self.promised = 0
         self.dropped: list[str] = []
+        self.in_flight: set[str] = set()
+        self.held: dict[str, Held] = {}
+        self.returned: list[KVCacheBlock] = []
+        self.lost_after_s = 0.0
         self.store: PrefixBlocks | None = None
         self.shares = False
         self.decode_tokens = 1
@@ -132,13 +161,15 @@ class SchedulerState:
         state.stored = stored
         if window_start is not None and state.closed_dense is None:
             state.closed_dense = stored
-        hashes = state.request.block_hashes if self.shares else []
+        # What a failed request has stored may be wrong.
+        failed = state.request.status is RequestStatus.FINISHED_ERROR
+        hashes = state.request.block_hashes if self.shares and not failed else []
         most = stored if state.closed_dense is None else min(stored, state.closed_dense)
         for index in range(state.published, min(most, len(hashes))):
             self.store.publish(state.store_blocks[index], hashes[index])
             state.published = index + 1
         if ending is not None:
-            self._end(ending)
+            self.returned.extend(self._end(ending))
             return
         if window_start is None or not state.hot_sent:
             return
@@ -147,8 +178,42 @@ class SchedulerState:
             state.window_start = window_start
             self.moved[request_id] = state
 
-    def forget(self, request_id: str) -> None:
-        """It has ended or was preempted: the workers drop it. Its store blocks go when it ends."""
+    def take_in_flight(self, names: set[str]) -> None:
+        """What the workers have on its way; what else is held goes back."""
+        self.in_flight = names
+        for name in self.held.keys() - names:
+            self.returned.extend(self._free(self.held.pop(name)))
+
+    def unpublish(self, blocks: set[int]) -> None:
+        """These store blocks are damaged: nobody finds them any more."""
+        for block in blocks:
+            if self.store is not None:
+                self.store.unpublish(block)
+
+    def check_held(self) -> None:
+        """Nothing runs and there is no room: what is held must come back.
+
+        Raises:
+            TransferError: some of it never will.
+        """
+        now = time.monotonic()
+        lost = [n for n, held in self.held.items() if now - held.since > self.lost_after_s]
+        if lost:
+            blocks = sum(len(self.held[name].store_blocks) for name in lost)
+            slots = sum(len(self.held[name].slots) for name in lost)
+            raise TransferError(
+                f"no request can be let in: {blocks} store blocks and {slots} slots of requests "
+                f"that are gone ({', '.join(lost)}) may yet be written, and were not within "
+                f"transfer_timeout_s={self.lost_after_s}; the store is stalled or has lost them: "
+                "start the engine again"
+            )
+
+    def forget(self, request_id: str) -> list[KVCacheBlock]:
+        """It has ended or was preempted: the workers drop it. Its store blocks go when it ends.
+
+        Returns:
+            Slots that may go at once.
+        """
         state = self.requests[request_id]
         for group in (self.admitted, self.may_go_sparse, self.in_transition, self.moved):
             group.pop(request_id, None)
@@ -158,30 +223,42 @@ class SchedulerState:
         state.window_start = 0
         state.loads = []
         if not state.request.is_finished():
-            self._free(state, state.stored)
-            return
+            unsure = Held(state.store_blocks[state.stored :], state.hot)
+            del state.store_blocks[state.stored :]
+            state.hot = []
+            return self._let_go(request_id, unsure)
         del self.requests[request_id]
-        if state.in_step:
-            # What its last step has stored is of use to others.
-            self.ending[request_id] = state
-        else:
-            self._end(state)
+        if not state.in_step:
+            return self._end(state)
+        # What its last step has stored is of use to others, and may have started transfers.
+        self.ending[request_id] = state
+        return []
 
     def forget_ending(self) -> None:
         """The workers did not acknowledge the last step of these: they end without."""
         for state in self.ending.values():
-            self._end(state)
+            self.returned.extend(self._end(state))
         self.ending.clear()
 
-    def _end(self, state: ScheduledRequest) -> None:
-        self.promised -= state.promised
-        self._free(state, 0)
+    def _end(self, state: ScheduledRequest) -> list[KVCacheBlock]:
+        left = Held(state.store_blocks, state.hot, state.promised)
+        return self._let_go(state.request.request_id, left)
 
-    def _free(self, state: ScheduledRequest, kept: int) -> None:
-        """Give back its store blocks, but for the first ``kept``."""
+    def _let_go(self, request_id: str, left: Held) -> list[KVCacheBlock]:
+        """Give back what a request leaves, or hold it; returns slots that may go at once."""
+        if request_id not in self.in_flight:
+            return self._free(left)
+        held = self.held.setdefault(request_id, Held())
+        held.store_blocks += left.store_blocks
+        held.slots += left.slots
+        held.promised += left.promised
+        return []
+
+    def _free(self, left: Held) -> list[KVCacheBlock]:
+        self.promised -= left.promised
         if self.store is not None:
-            self.store.free(state.store_blocks[kept:])
-        del state.store_blocks[kept:]
+            self.store.free(left.store_blocks)
+        return left.slots
 
 
 _states: WeakKeyDictionary[BlockPool, SchedulerState] = WeakKeyDictionary()

@@ -1,6 +1,6 @@
 """The host store of a worker, whose blocks the scheduler hands out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from oasiskv.core.geometry import KVGeometry
 from oasiskv.errors import StoreFullError
@@ -15,8 +15,8 @@ class AssignedStore(HostStore):
         assigned: store blocks of the request at hand, consumed from the front.
     """
 
-    def __init__(self, geometry: KVGeometry, capacity_blocks: int) -> None:
-        super().__init__(geometry, capacity_blocks)
+    def __init__(self, geometry: KVGeometry, capacity_blocks: int, checksums: bool = False) -> None:
+        super().__init__(geometry, capacity_blocks, checksums)
         self.assigned: list[int] = []
         if self.memory is not None:
             logger.info("OasisKV's host store: %s", self.memory)
@@ -36,3 +36,7 @@ class AssignedStore(HostStore):
 
     def free(self, blocks: Sequence[int]) -> None:
         """The scheduler keeps count; nothing to do here."""
+
+
+MAKE_STORE: Callable[[KVGeometry, int, bool], AssignedStore] = AssignedStore
+"""What makes the store of requests that are tiered one by one: tests put one with faults here."""
