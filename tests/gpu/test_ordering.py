@@ -65,7 +65,7 @@ def test_a_layer_waits_for_its_transfer(slow_aside, monkeypatch, waits):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_runs_aside_waits_for_the_forward(monkeypatch, waits):
+def test_v45704_what_runs_aside_waits_for_the_forward(monkeypatch, waits):
     world = make_world()
     world.before_forward = lambda: torch.cuda._sleep(LONG)
     if not waits:

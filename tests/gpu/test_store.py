@@ -94,3 +94,33 @@ def test_the_same_prompt_64_times_at_once(folder, model):
         outputs = greedy(probe.llm, [prompt] * 64, 24)
         for tokens in outputs:
             assert is_greedy(model, prompt, tokens, NOISE)
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["no graphs", "graphs"])
+def test_v56158_decoding_four_times_the_pool(folder, model, eager):
+    """Everything is stored, from steps that are replayed as from those that are not."""
+    settings = {"budget_tokens": 64, "hot_tokens": 96, "threshold_tokens": 64, "host_gib": 0.125}
+    args = ARGS | {"num_gpu_blocks_override": 40, "max_model_len": 480, "enforce_eager": eager}
+    with probed(folder, refetch=False, settings=settings, **args) as probe:
+        driver = Driver(probe)
+        for index in range(6):
+            driver.add(str(index), prompt_of(80, seed=index), 390)
+        driver.step(200)
+        state = probe.runtime.target.tiering.state
+        stored = 0
+        for request in probe.runtime.target.requests.values():
+            torch.cuda.synchronize()
+            for layer, cache in enumerate(probe.runtime.target.caches):
+                tiles = probe.runtime.target.store.layer(layer)[request.store_blocks]
+                assert bool(tiles.isfinite().all())
+                # What is in a slot is what is stored.
+                for slot in range(request.filled):
+                    for head, block in enumerate(
+                        state.resident[layer, request.row, :, slot].tolist()
+                    ):
+                        there = cache[request.slots[slot], head].cpu()
+                        assert torch.equal(there, tiles[block, head])
+            stored += len(request.store_blocks)
+        assert stored > 40
+        driver.finish()
+        assert len(driver.done) == 6

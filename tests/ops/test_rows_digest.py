@@ -103,7 +103,7 @@ def test_codes_of_many_keys_are_exact(backend):
     assert torch.equal(got.scale_zero.cpu(), expected.scale_zero)
 
 
-def test_offsets_past_two_to_the_31_elements(backend, monkeypatch):
+def test_v50427_offsets_past_two_to_the_31_elements(backend, monkeypatch):
     stride = 2**30 + 64
     cache = far_view((3, 2, 16, 32), stride, torch.float16, monkeypatch)
     pool = far_view((3, 2, 2, 16), stride, torch.float16, monkeypatch)

@@ -148,7 +148,7 @@ def test_no_pairs(backend):
 
 
 @both
-def test_offsets_past_two_to_the_31_elements(backend, monkeypatch):
+def test_v50427_offsets_past_two_to_the_31_elements(backend, monkeypatch):
     """With tiles of an odd number of bytes, which cannot be counted in larger words."""
     source = far_view((4, 2, 5, 5), 2**30, torch.uint8, monkeypatch)
     dest = far_view((3, 2, 5, 5), 2**30 + 512, torch.uint8, monkeypatch)

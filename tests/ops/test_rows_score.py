@@ -147,7 +147,26 @@ def test_no_rows_and_no_blocks(kind, backend):
 
 
 @both
-def test_offsets_past_two_to_the_31_elements(backend, monkeypatch):
+def test_fi363_rows_of_no_block_of_one_and_of_8192(backend):
+    generator = torch.Generator().manual_seed(0)
+    digests = torch.randn(8192, 1, 2, 16, generator=generator).sort(dim=2).values
+    queries = torch.randn(3, 1, 1, 16, generator=generator)
+    blocks = torch.stack([torch.randperm(8192, generator=generator) for _ in range(3)])
+    first, end = torch.tensor([5, 8191, 0]), torch.tensor([5, 8192, 8192])
+    arguments = [queries, torch.zeros(3, dtype=torch.int64), digests, blocks, first, end]
+    score = load_op("score", "minmax_scores", backend)
+    got = score(*(t.to(DEVICE) for t in arguments), 0.5, 1.0).cpu()
+    assert bool((got[0] == 0).all())
+    assert got[1, 0].nonzero().tolist() == [[8191]]
+    assert float(got[1, 0, 8191]) == 1
+    low, high = digests[blocks[2], 0].double().unbind(1)
+    query = queries[2, 0, 0].double()
+    expected = ((high + low) / 2 @ query + 0.5 * ((high - low) / 2 @ query.abs())).softmax(-1)
+    torch.testing.assert_close(got[2, 0].double(), expected, rtol=1e-3, atol=1e-12)
+
+
+@both
+def test_v50427_offsets_past_two_to_the_31_elements(backend, monkeypatch):
     case = Case((4, 2, 64, torch.float16))
     pool = far_view((3, 2, 2, 64), 2**30 + 64, torch.float16, monkeypatch)
     pool[1:] = case.minmax[30:32].to(DEVICE)

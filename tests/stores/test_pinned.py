@@ -139,7 +139,7 @@ def test_threads_run_anywhere_where_no_cpu_is_near(cpus):
 
 
 @pytest.mark.parametrize("most", [0, 1, 5])
-def test_a_refusal_undoes_everything_and_says_how_much_could_be_had(most):
+def test_v51080_a_refusal_undoes_everything_and_says_how_much_could_be_had(most):
     pinner = FakePinner(most)
     with pytest.raises(ConfigError) as caught:
         PinnedMemory(16 * MIB, 4096, pinner, piece_bytes=2 * MIB)
