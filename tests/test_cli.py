@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -222,3 +223,16 @@ def test_cuda_gives_the_text_of_the_cpu(monkeypatch, capsys, folder, prompt):
         generate(monkeypatch, folder, prompt, *options)
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_serving_without_vllm_is_one_line(monkeypatch, capsys, folder):
+    assert run(monkeypatch, "serve", folder, "--host-gib", "1", "--port", "8000") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "vLLM is not installed" in line
+
+
+def test_serving_with_an_illegal_setting_is_one_line(monkeypatch, capsys, folder):
+    assert run(monkeypatch, "serve", folder, "--host-gib", "1", "--hot-tokens", "7") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "hot_tokens" in line

@@ -1,4 +1,4 @@
-"""The command line: ``oasiskv generate | models | eval | bench``."""
+"""The command line: ``oasiskv generate | serve | models | eval | bench``."""
 
 import json
 import sys
@@ -142,6 +142,21 @@ def generate(
         Console().print(report.as_table())
     if plot is not None:
         report.plot(plot)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="built-in name, folder or hub id")],
+) -> None:
+    """vLLM's OpenAI server with OasisKV.
+
+    OasisKV's settings are flags: --host-gib 64 (needed), --budget-tokens, --hot-tokens and so on,
+    all in docs/settings.md. Every other flag goes to vllm serve, whose --help lists them.
+    """
+    from oasiskv.vllm.serve import serve as run_server
+
+    run_server(model, context.args)
 
 
 def main() -> NoReturn:

@@ -1,7 +1,8 @@
 """What depends on vLLM's version, or on something of vLLM that is not public."""
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
@@ -56,6 +57,30 @@ def register_cuda_backend() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
+
+
+def run_vllm_serve(arguments: Sequence[str]) -> None:
+    """Run ``vllm serve`` in this process until it ends.
+
+    vLLM's own ``main`` asks for the version of a distribution named vllm, and its parser of flags
+    looks at ``sys.argv`` for the subcommand.
+
+    Args:
+        arguments: from ``serve`` on.
+    """
+    from vllm.entrypoints.cli import serve
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    sys.argv = ["vllm", *arguments]
+    parser = FlexibleArgumentParser(prog="vllm")
+    commands = parser.add_subparsers(required=True, dest="subparser")
+    [command] = serve.cmd_init()
+    command.subparser_init(commands)
+    parsed = parser.parse_args()
+    command.validate(parsed)
+    command.cmd(parsed)
 
 
 def is_draft_layer(name: str) -> bool:

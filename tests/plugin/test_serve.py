@@ -1,0 +1,192 @@
+"""``oasiskv serve``: vLLM's server with OasisKV's flags filled in, asked by the openai client."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from openai import APIStatusError, OpenAI
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from oasiskv.errors import ConfigError
+from oasiskv.vllm.serve import split_flags, vllm_arguments
+from plugin.probe import is_greedy
+from tiny_folder import ALPHABET
+
+COMMAND = [sys.executable, "-c", "from oasiskv.cli import main; main()", "serve"]
+SETTINGS = ["--host-gib", "0.0625", "--budget-tokens=64", "--hot_tokens", "448"]
+SETTINGS += ["--threshold-tokens", "64", "--window-tokens", "16", "--lookahead", "last_accepted"]
+VLLM = ["--max-model-len", "512", "--max-num-seqs", "16", "--num-gpu-blocks-override", "1000"]
+VLLM += ["--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", "67108864"]
+STARTED = "Application startup complete"
+
+
+class Server:
+    """A server in a process group of its own, with what it says."""
+
+    def __init__(self, folder):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [*COMMAND, str(folder), *SETTINGS, *VLLM, "--port", str(self.port)]
+        environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        self.process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--served-model-name", "tiny"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines = []
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if STARTED in line:
+                break
+        else:
+            raise AssertionError("".join(self.lines))
+        self._reader = threading.Thread(target=self.lines.extend, args=(self.process.stdout,))
+        self._reader.start()
+        self.client = OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", max_retries=0
+        )
+
+    def get(self, path):
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}") as answer:
+            return answer.status, answer.read().decode()
+
+    def end(self):
+        """SIGTERM; returns the exit status and what is left of the process group."""
+        group = self.process.pid
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout=60)
+        self._reader.join()
+        groups = (entry / "stat" for entry in Path("/proc").iterdir() if entry.name.isdigit())
+        stats = [path.read_text().rsplit(")", 1)[1].split() for path in groups if path.exists()]
+        return code, [stat for stat in stats if int(stat[2]) == group and stat[0] != "Z"]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder):
+    server = Server(tiny_folder)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.end()
+
+
+def text_of(length, seed):
+    letters = [ALPHABET[10 + (seed * 7 + i * i) % 26] for i in range(length)]
+    return "".join(letters)
+
+
+def streamed(server, prompt, tokens, stop_after=None):
+    """Pieces of a streamed completion; the connection is closed after ``stop_after`` of them."""
+    pieces = []
+    with server.client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=tokens, temperature=0, stream=True
+    ) as stream:
+        for event in stream:
+            pieces.append(event.choices[0].text)
+            if len(pieces) == stop_after:
+                break
+    return pieces
+
+
+def test_sixteen_users_stream_and_some_leave(server, tiny_folder):
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    prompts = [text_of(20 + 20 * user, user) for user in range(16)]
+    leaves = [5 if user % 4 == 3 else None for user in range(16)]
+    with ThreadPoolExecutor(16) as users:
+        answers = list(
+            users.map(lambda user: streamed(server, prompts[user], 40, leaves[user]), range(16))
+        )
+    for prompt, pieces, leave in zip(prompts, answers, leaves, strict=True):
+        ids, output = (tokenizer(text)["input_ids"] for text in (prompt, "".join(pieces)))
+        assert len(output) == (leave or 40)
+        assert is_greedy(model, ids, output)
+    assert server.get("/health")[0] == 200
+    running = [
+        line for line in server.get("/metrics")[1].splitlines() if "num_requests_running{" in line
+    ]
+    assert len(running) == 1
+
+
+@pytest.mark.parametrize(
+    ("request_of", "status", "word"),
+    [
+        ({"prompt": "a" * 513, "max_tokens": 1}, 400, "512"),
+        ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+        ({"prompt": "a", "model": "unknown"}, 404, "unknown"),
+    ],
+)
+def test_what_cannot_be_done_says_what_to_change(server, request_of, status, word):
+    with pytest.raises(APIStatusError) as refused:
+        server.client.completions.create(**({"model": "tiny"} | request_of))
+    assert refused.value.status_code == status
+    assert word in str(refused.value)
+    assert server.get("/health")[0] == 200
+
+
+def test_malformed_json(server):
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/v1/completions",
+        data=b"{",
+        headers={"Content-Type": "application/json"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request)
+    assert 400 <= refused.value.code < 500
+    assert server.get("/health")[0] == 200
+
+
+def test_sigterm_ends_it_and_another_starts_at_once(server, tiny_folder):
+    code, left = server.end()
+    assert code == 0
+    assert not left
+    again = Server(tiny_folder)
+    try:
+        assert again.get("/health")[0] == 200
+    finally:
+        code, left = again.end()
+    assert (code, left) == (0, [])
+
+
+def test_flags_are_told_apart():
+    arguments = ["--host-gib", "2", "--port", "80", "--budget_tokens=64", "--trust-remote-code"]
+    settings, rest = split_flags(arguments)
+    assert settings == {"host_gib": "2", "budget_tokens": "64"}
+    assert rest == ["--port", "80", "--trust-remote-code"]
+    with pytest.raises(ConfigError, match="--host-gib needs a value"):
+        split_flags(["--host-gib"])
+
+
+def test_what_vllm_is_given(tiny_folder):
+    arguments = vllm_arguments(str(tiny_folder), ["--host-gib", "2", "--port", "80"])
+    assert arguments[:2] == ["serve", str(tiny_folder)]
+    assert arguments[-2:] == ["--port", "80"]
+    for flag in ("--worker-cls", "--block-size", "--kv-transfer-config", "--no-async-scheduling"):
+        assert flag in arguments
+    with pytest.raises(ConfigError, match="host_gib"):
+        vllm_arguments(str(tiny_folder), [])
+    with pytest.raises(ConfigError, match="--block-size is filled in"):
+        vllm_arguments(str(tiny_folder), ["--host-gib", "2", "--block-size", "32"])
+    with pytest.raises(ConfigError, match="hot_tokens"):
+        vllm_arguments(str(tiny_folder), ["--host-gib", "2", "--hot-tokens", "7"])
+
+
+def test_the_kill_switch_leaves_vllm_as_it_is(tiny_folder, monkeypatch):
+    monkeypatch.setenv("OASISKV_DISABLE", "1")
+    arguments = vllm_arguments(str(tiny_folder), ["--host-gib", "2", "--port", "80"])
+    assert arguments == ["serve", str(tiny_folder), "--port", "80"]
