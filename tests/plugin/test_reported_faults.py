@@ -1,8 +1,9 @@
 """Faults that users of such systems reported, each tried here under the name of its report.
 
-v: vllm-project/vllm, s: sgl-project/sglang, l: LMCache/LMCache. Others are in the tests of their
-part: v31210 in test_parity, v49118 in test_lifecycle, l1330 and v39734 (refused at start) in
-test_checks, v43226 and v56089 in tests/hf/test_faults.py and tests/core/test_pipeline.py.
+v: vllm-project/vllm, a: vllm-project/vllm-ascend, s: sgl-project/sglang, l: LMCache/LMCache. Others
+are in the tests of their part: v31210 in test_parity, v49118 in test_lifecycle, l1330 and v39734
+(refused at start) in test_checks, v51579 in test_killed. Those of a store that is late (v43226,
+v56089, v52360, v46014, a16662; v47282) are in test_late and test_chaos.
 """
 
 import pytest
