@@ -12,7 +12,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # Named after the version, so that another VLLM installs again.
 VLLM_INSTALLED := $(VLLM_VENV)/.installed-$(subst =,-,$(VLLM))
 
-.PHONY: venv venv-vllm demo test test-core test-vllm lint clean
+.PHONY: venv venv-vllm demo test test-core test-vllm soak lint clean
 
 venv: $(INSTALLED)
 
@@ -51,6 +51,10 @@ test-core: venv
 # One thread: on small models several spend more time waiting for one another than they save.
 test-vllm: venv-vllm
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest tests/plugin
+
+# Minutes.
+soak: venv-vllm
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest tests/plugin -m soak
 
 lint: venv
 	$(BIN)/ruff check

@@ -21,6 +21,14 @@ else:
     os.environ.update(SETTINGS)
 
 
+def pytest_collection_modifyitems(config, items):
+    """Long tests run only when asked for by name."""
+    if "soak" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="needs -m soak"))
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """A random Llama whose head size vLLM's CPU kernels take, as a Hugging Face folder."""

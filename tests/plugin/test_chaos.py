@@ -22,7 +22,7 @@ def test_v47282_completions_of_all_kinds_change_no_token(tiny_folder, model, see
     """With forced refetches into slots that are read in the same step, aborts and preemptions."""
     draw = random.Random(seed)
     pool = {"num_gpu_blocks_override": 45, "max_model_len": 190, "max_num_batched_tokens": 64}
-    settings = {"threshold_tokens": 116, "hot_tokens": 160}
+    settings = {"threshold_tokens": 116, "hot_tokens": 160, "checksums": True}
     with (
         faulty_stores(seed=seed, idle=0.95) as stores,
         probed(tiny_folder, settings=settings, speculative_config=drafts, **pool) as probe,
@@ -47,4 +47,5 @@ def test_v47282_completions_of_all_kinds_change_no_token(tiny_folder, model, see
         assert probe.runtime.target.tiering.ignored > 0
         driver.drain()
         assert not stores[0].pending
+        assert stores[0].checksums.damaged_tiles == 0
         driver.assert_right_and_all_back(model)

@@ -205,7 +205,10 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> OasisAck | None:
         """What a step without a forward acknowledges; one with a forward does so once sampled."""
-        return OasisAck({}, {}, *self._runtime.store_news()) if self._runtime else None
+        runtime = self._runtime
+        if runtime is None or runtime.computes:
+            return None
+        return OasisAck({}, {}, *runtime.store_news())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks by which vLLM finds requests that have failed, and ends them with an error."""

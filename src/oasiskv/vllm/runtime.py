@@ -120,6 +120,11 @@ class Runtime:
             raise StateError("requests are tiered one by one on this device")
         return self.target
 
+    @property
+    def computes(self) -> bool:
+        """Whether this step has a forward."""
+        return self._scheduled is not None and bool(self._scheduled.num_scheduled_tokens)
+
     def begin_step(self, scheduled: SchedulerOutput) -> None:
         """Take in the scheduler's news, and wait for the transfers of the step before."""
         self._scheduled = scheduled
