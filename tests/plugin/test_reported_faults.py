@@ -1,10 +1,10 @@
 """Faults that users of such systems reported, each tried here under the name of its report.
 
 v: vllm-project/vllm, a: vllm-project/vllm-ascend, s: sgl-project/sglang, l: LMCache/LMCache. Others
-are in the tests of their part: v31210 in test_parity, v49118 in test_lifecycle, l1330 and v39734 (refused at start) in
-test_checks, v43226, v56089, v52360, v46014 and a16662 also in test_late, v47282 in test_chaos,
-v51579 in test_killed, shapes and drafts in test_reported_shapes, fi363 and v50427 in tests/ops,
-v51080 in tests/stores/test_pinned.py, v45704 and v56158 in tests/gpu.
+are in the tests of their part: v31210 in test_parity, v49118 in test_lifecycle, l1330 and v39734
+(refused at start) in test_checks, v43226, v56089, v52360, v46014 and a16662 also in test_late,
+v47282 in test_chaos, v51579 in test_killed, shapes and drafts in test_reported_shapes, fi363 and
+v50427 in tests/ops, v51080 in tests/stores/test_pinned.py, v45704 and v56158 in tests/gpu.
 """
 
 import pytest
