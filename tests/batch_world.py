@@ -17,6 +17,7 @@ GEOMETRY = KVGeometry(
 )
 NAMES = ("layer 0", "layer 1")
 BLOCKS, STORE_BLOCKS, SLOTS, DRAFTS = 400, 200, 6, 3
+SINK_BLOCKS, GONE = 1, -1
 LIMITS = BatchLimits(max_requests=4, max_tokens=512, max_drafts=DRAFTS, step_tokens=384)
 
 
@@ -24,7 +25,7 @@ def config_of(digest, lookahead):
     return OasisConfig(
         budget_tokens=64,
         hot_tokens=16 * SLOTS,
-        sink_tokens=16,
+        sink_tokens=16 * SINK_BLOCKS,
         window_tokens=32,
         cap_fraction=0.5,
         digest=digest,
@@ -38,6 +39,8 @@ class World:
     Attributes:
         read: by request what attention over its compact table read in the last step, the last block
             apart: tiles of each layer, ``[blocks, heads, block_tokens, 2 * head_dim]``.
+        preempted: by request that comes back first block of its window, 0 if it was dense.
+        resumed: requests that came back sparse so far.
         before_forward: called before a step writes anything.
     """
 
@@ -49,22 +52,44 @@ class World:
         self.tables, self.starts = {}, {}
         self.free, self.free_store = list(range(BLOCKS)), list(range(STORE_BLOCKS))
         self.store, self.read = {}, {}
+        self.preempted, self.resumed = {}, 0
         self.before_forward = lambda: None
         self.layers = make(self, config)
 
     def step(self, steps, dropped, observed=True):
-        """Run one step; ``steps``: name -> (StepTokens, queries per layer, new KV per layer)."""
+        """Run one step.
+
+        Args:
+            steps: name -> (StepTokens, queries per layer, new KV per layer).
+            dropped: name -> whether it was preempted, and not ended.
+            observed: of ``after_step``.
+        """
         self.layers.step_number += 1
-        for name in dropped:
-            self.drop(name)
+        for name, preempted in dropped.items():
+            if preempted and name in self.tables:
+                self.preempt(name)
+            else:
+                self.drop(name)
+        loads = []
         for name, (tokens, _, _) in steps.items():
             self.starts[name] = tokens.start
-            slots = [] if name in self.tables else self.admit(name)
+            known, start = [], 0
+            if name in self.preempted:
+                known, start = self.store[name], self.preempted.pop(name)
+                slots = self.resume(name, start, loads)
+            else:
+                slots = [] if name in self.tables else self.admit(name)
             table, end = self.tables[name], tokens.start + tokens.scheduled
             table += [self.free.pop() for _ in range(-(-end // 16) - len(table))]
             new = [self.free_store.pop() for _ in range(end // 16 - len(self.store[name]))]
+            known = list(known)
             self.store[name] += new
-            self.layers.take_news(name, SimpleNamespace(store_blocks=new, slots=slots, known=0))
+            news = SimpleNamespace(
+                store_blocks=known + new, slots=slots, known=len(known), resume_start=start
+            )
+            self.layers.take_news(name, news)
+        if loads:
+            self.layers.load(loads)
         self.layers.settle(list(steps))
         self.read = {name: [] for name in steps}
         self.before_forward()
@@ -87,8 +112,32 @@ class World:
     def drop(self, name):
         """A request ends: what it had is handed out again."""
         self.layers.drop(name)
-        self.free += self.tables.pop(name)
-        self.free_store += self.store.pop(name)
+        self.preempted.pop(name, None)
+        self._free_blocks(name)
+        self.free_store += self.store.pop(name, [])
+
+    def preempt(self, name):
+        """All that a request had is handed out again, but for its closed blocks in the store."""
+        closed = self.layers.stored(name)
+        self.preempted[name] = self.layers.window_start(name) or 0
+        self.layers.drop(name, keep=self.preempted[name] > 0)
+        self._free_blocks(name)
+        self.free_store += self.store[name][closed:]
+        del self.store[name][closed:]
+
+    def resume(self, name, start, loads):
+        """A preempted request has blocks again, to be loaded; returns its slots."""
+        stored = self.store[name]
+        between = range(SINK_BLOCKS, start)
+        table = [GONE if i in between else self.free.pop() for i in range(len(stored))]
+        self.tables[name] = table
+        pairs = zip(stored, table, strict=True)
+        loads += [(block, mine) for block, mine in pairs if mine != GONE]
+        self.resumed += start > SINK_BLOCKS
+        return [self.free.pop() for _ in range(SLOTS)]
+
+    def _free_blocks(self, name):
+        self.free += [block for block in self.tables.pop(name, []) if block != GONE]
 
     def _forward(self, index, name, tokens, queries, values):
         """One layer of one request: write KV, keep queries, read what attention reads."""
@@ -121,7 +170,10 @@ def at_once(world, config):
 
 
 class Script:
-    """Draws what happens to up to four requests at a time: parts of prompts, drafts, ends."""
+    """Draws what happens to up to four requests at a time.
+
+    Parts of prompts, drafts, ends, preemptions and, some steps later, returns.
+    """
 
     def __init__(self, seed):
         self._draw = random.Random(seed)
@@ -130,11 +182,16 @@ class Script:
 
     def next(self):
         """``(steps, dropped)`` for ``World.step``."""
-        draw, dropped = self._draw, []
+        draw, dropped = self._draw, {}
         for name, length in list(self._lengths.items()):
             if length > 360 or draw.random() < 0.02:
-                dropped.append(name)
+                dropped[name] = False
                 del self._lengths[name], self._prompts[name]
+            elif length and draw.random() < 0.05:
+                dropped[name] = True
+                # What it has after its last block in the store is computed again, and one more.
+                self._prompts[name] = max(self._prompts[name], length + 1)
+                self._lengths[name] = length // 16 * 16
         while len(self._lengths) < 4 and draw.random() < 0.5:
             name = f"request {self._count}"
             self._count += 1

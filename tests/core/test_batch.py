@@ -49,6 +49,7 @@ def test_same_choices_and_tiles(device, digest, lookahead, threshold):
                 assert torch.equal(got[name].sort(-1).values.cpu(), wanted.sort(-1).values)
                 compared += wanted.numel()
     state = batch.layers.tiering.state
+    assert batch.resumed == single.resumed > 5
     assert compared > (2000 if device == "cpu" else 1000)
     assert int(state.moved_tiles) > 500
     assert int(state.nan_scores) == 0

@@ -70,7 +70,7 @@ def test_v45704_what_runs_aside_waits_for_the_forward(monkeypatch, waits):
     world.before_forward = lambda: torch.cuda._sleep(LONG)
     if not waits:
         monkeypatch.setattr(BatchLayers, "_wait_forward", nothing)
-    world.step({"first": step_of(world, 64, seed=0)}, [], observed=False)
+    world.step({"first": step_of(world, 64, seed=0)}, {}, observed=False)
     torch.cuda.synchronize()
     stored = world.layers.store.layer(0)[world.store["first"]]
     assert torch.equal(stored, world.caches[0][world.tables["first"]].cpu()) == waits
@@ -93,7 +93,7 @@ def test_a_load_waits_for_what_is_being_stored(slow_aside, monkeypatch, waits):
     world = make_world()
     if not waits:
         monkeypatch.setattr(BatchLayers, "_wait_aside", nothing)
-    world.step({"first": step_of(world, 64, seed=0)}, [], observed=False)
+    world.step({"first": step_of(world, 64, seed=0)}, {}, observed=False)
     into = [world.free.pop() for _ in range(4)]
     world.layers.load(list(zip(world.store["first"], into, strict=True)))
     source = world.caches[0][world.tables["first"]]
@@ -103,14 +103,15 @@ def test_a_load_waits_for_what_is_being_stored(slow_aside, monkeypatch, waits):
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_row_is_taken_once_nothing_is_written_to_it(slow_aside, monkeypatch, waits):
     world = make_world()
-    world.step({"first": step_of(world, 64, seed=0)}, [], observed=False)
+    world.step({"first": step_of(world, 64, seed=0)}, {}, observed=False)
     torch.cuda.synchronize()
     if not waits:
         monkeypatch.setattr(BatchLayers, "_wait_aside", nothing)
-    world.step({"second": step_of(world, 64, seed=1)}, [], observed=False)
+    world.step({"second": step_of(world, 64, seed=1)}, {}, observed=False)
     row, shared = world.layers.requests["second"].row, list(world.store["first"])
     world.drop("second")
-    news = SimpleNamespace(store_blocks=shared, slots=world.admit("third"), known=len(shared))
+    slots = world.admit("third")
+    news = SimpleNamespace(store_blocks=shared, slots=slots, known=len(shared), resume_start=0)
     world.layers.take_news("third", news)
     assert world.layers.requests["third"].row == row
     torch.cuda.synchronize()

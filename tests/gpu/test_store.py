@@ -71,6 +71,25 @@ def test_a_preempted_request_computes_one_block_again(folder, model):
         driver.assert_right_and_all_back(model, NOISE)
 
 
+def test_a_request_that_is_preempted_sparse_comes_back_sparse(folder, model):
+    settings = {"threshold_tokens": 116, "hot_tokens": 448}
+    args = ARGS | {"num_gpu_blocks_override": 300, "max_model_len": 512}
+    with probed(folder, settings=settings, **args) as probe:
+        driver = Driver(probe)
+        driver.add("stays", prompt_of(130, seed=1), 80)
+        driver.add("preempted", prompt_of(120), 80)
+        driver.step(6)
+        for times in range(18):
+            driver.preempt("preempted")
+            driver.step(1 + times % 4)
+        driver.finish()
+        assert len(probe.sparse) == 2
+        assert not probe.restarted
+        assert driver.preemptions() == [0, 18]
+        assert not any(part.kept for part in probe.runtime.models)
+        driver.assert_right_and_all_back(model, NOISE)
+
+
 def test_aborts_at_each_stage_leave_nothing_behind(folder, model):
     settings = {"threshold_tokens": 100}
     args = ARGS | {"num_gpu_blocks_override": 300, "max_num_batched_tokens": 64}

@@ -1,4 +1,4 @@
-"""Requests added, stepped and aborted one by one."""
+"""Requests added, stepped, preempted and aborted one by one."""
 
 from vllm import SamplingParams
 
@@ -7,7 +7,7 @@ from plugin.probe import is_greedy
 
 
 class Driver:
-    """Adds, steps and aborts.
+    """Adds, steps, preempts and aborts.
 
     Attributes:
         done: request id -> its tokens.
@@ -49,6 +49,13 @@ class Driver:
 
     def abort(self, name):
         self.engine.abort_request([name])
+
+    def preempt(self, name):
+        """Preempt a running request as vLLM does, between two steps: it may come back at once."""
+        request, scheduler = self.requests[name], self.probe.scheduler
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, 0.0)
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def finish(self, most=5000):
         for _ in range(most):

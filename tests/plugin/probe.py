@@ -46,7 +46,7 @@ class Probe:
     Attributes:
         given_back: request id -> most blocks of its table that vLLM's pool had back at one time.
         sparse: ids of requests that went sparse.
-        restarted: those of them that are dense again, having been preempted.
+        restarted: those of them that were dense again later.
         in_use: most blocks of the pool in use at one time.
         steps: forwards seen.
         fill: what blocks that nobody owns are filled with.

@@ -101,6 +101,28 @@ def test_a_step_in_which_vllm_does_not_draft_leaves_no_hole(tiny_folder, draft_f
         driver.assert_right_and_all_back(model)
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted_sparse(tiny_folder, draft_folder, model, caching):
+    """The draft's slots come back as the target's do."""
+    args = {"enable_prefix_caching": caching, "settings": {"threshold_tokens": 100}}
+    with draft_probed(tiny_folder, draft_folder, 3, "last_accepted", **args) as probe:
+        seen = []
+        probe.runtime.observer = seen.append
+        driver = Driver(probe)
+        driver.add("one", prompt_of(120), 80)
+        driver.step(5)
+        for steps in (1, 2, 3, 1, 2):
+            driver.preempt("one")
+            driver.step(steps)
+        driver.finish()
+        assert not probe.restarted
+        drafted = [record for record in seen if record.drafts]
+        assert len(drafted) >= 10
+        assert all(len(r.accepted) == 1 + len(r.drafts) for r in drafted[:-1])
+        assert not any(part.kept for part in probe.runtime.models)
+        driver.assert_right_and_all_back(model)
+
+
 @pytest.mark.parametrize("steps", [2, 4, 9])
 def test_abort(tiny_folder, draft_folder, model, steps):
     with draft_probed(tiny_folder, draft_folder, 3, "held_back") as probe:

@@ -120,6 +120,10 @@ class TestAbortedSparse:
 
     def abort_with(self, engine, *kinds):
         """A sparse request is aborted while these are on their way."""
+        return self.leave_with(engine, Driver.abort, *kinds)
+
+    def leave_with(self, engine, leave, *kinds):
+        """A sparse request is aborted or preempted while these are on their way."""
         engine.driver = driver = Driver(engine.probe)
         driver.add("gone", prompt_of(200), 300)
         # It waits for what it was to read or write before it could go on, but for this.
@@ -131,7 +135,7 @@ class TestAbortedSparse:
                 break
             engine.late.clear()
         slots = engine.probe.state.requests[driver.requests["gone"].request_id].hot
-        driver.abort("gone")
+        leave(driver, "gone")
         driver.add("stays", prompt_of(80), 15)
         driver.step(3)
         assert engine.held("gone").slots == slots
@@ -156,6 +160,40 @@ class TestAbortedSparse:
             assert engine.pending("gone") == {"read", "write"} - {first}
             assert engine.held("gone") is not None
         engine.late.clear()
+        driver.finish()
+        driver.drain()
+        driver.assert_right_and_all_back(model)
+
+    def test_a_transfer_is_completed_after_its_request_was_preempted(self, engine, model):
+        driver = self.leave_with(engine, Driver.preempt, "read")
+        known = driver.requests["gone"].request_id
+        assert known not in engine.probe.state.admitted
+        engine.late.clear()
+        driver.until(lambda: known in engine.probe.state.admitted)
+        assert engine.probe.runtime.target.window_start(known) > 0
+        driver.finish()
+        # Few slots: what it decodes is not exact.
+        assert len(driver.done.pop("gone")) == 300
+        driver.drain()
+        driver.assert_right_and_all_back(model)
+
+
+def test_a_write_is_completed_after_its_sparse_request_was_preempted(tiny_folder, model):
+    with stalled(tiny_folder, False, settings={"threshold_tokens": 100}) as engine:
+        engine.driver = driver = Driver(engine.probe)
+        driver.add("one", prompt_of(120), 60)
+        known = driver.requests["one"].request_id
+        driver.until(lambda: engine.probe.state.requests[known].window_start)
+        engine.hold("one", "write")
+        driver.until(lambda: engine.pending("one"))
+        driver.step(3)
+        driver.preempt("one")
+        assert engine.held("one").store_blocks
+        driver.step(3)
+        assert known not in engine.probe.state.admitted
+        engine.late.clear()
+        driver.until(lambda: known in engine.probe.state.admitted)
+        assert engine.probe.runtime.target.window_start(known) > 0
         driver.finish()
         driver.drain()
         driver.assert_right_and_all_back(model)

@@ -117,7 +117,9 @@ class TestCrowdedPool:
         assert max(driver.preemptions()) <= 1
         driver.assert_right_and_all_back(model)
 
-    def test_preempted_sparse_requests_start_again_and_give_the_same_tokens(self, crowded, model):
+    def test_preempted_sparse_requests_come_back_sparse_and_give_the_same_tokens(
+        self, crowded, model
+    ):
         """Four sparse ones fill the pool; dense ones before them, which stay dense, grow."""
         crowded.restarted.clear()
         driver = Driver(crowded)
@@ -127,9 +129,9 @@ class TestCrowdedPool:
             driver.add(str(index), prompt_of(117, seed=index), 60)
             driver.step(2)
         driver.finish(most=800)
-        assert crowded.restarted == {
-            request.request_id for request in driver.requests.values() if request.num_preemptions
-        }
+        assert not crowded.restarted
+        preempted = {r.request_id for r in driver.requests.values() if r.num_preemptions}
+        assert preempted <= crowded.sparse
         assert 1 <= sum(driver.preemptions()) <= 2
         assert len(driver.done) == 7
         driver.assert_right_and_all_back(model)

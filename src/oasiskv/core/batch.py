@@ -20,6 +20,7 @@ from oasiskv.core.batch_graphs import LayerGraphs
 from oasiskv.core.batch_layer import FirstFill, LayerState, Observer, StepWork
 from oasiskv.core.batch_limits import BatchLimits
 from oasiskv.core.geometry import KVGeometry
+from oasiskv.core.kept import KeptSlots
 from oasiskv.core.tiering import LATEST_QUERIES
 from oasiskv.errors import StateError
 from oasiskv.stores.host import HostStore
@@ -178,6 +179,24 @@ class BatchTiering:
             both = self.upload(_columns(part, self._width(len(part))), torch.int32).view(2, -1)
             for layer in range(self._geometry.num_layers):
                 self.state.load(layer, both[0], both[1])
+
+    def keep_slots(self, request: BatchRequest) -> KeptSlots:
+        """What is in the slots of a sparse request that is being preempted."""
+        state, row = self.state, request.row
+        blocks, last_wanted = state.resident[:, row], state.last_wanted[:, row]
+        return KeptSlots.copy(blocks, last_wanted, request.filled, request.window_start)
+
+    def resume(self, request: BatchRequest, kept: KeptSlots) -> None:
+        """A request that has its store blocks and its slots is sparse again, as it was."""
+        state, row = self.state, request.row
+        request.sparse, request.filled = True, kept.filled
+        request.window_start = kept.window_start
+        request.num_sinks = min(self._config.sink_blocks, kept.window_start)
+        state.slots[row] = self.upload(request.slots, torch.int32)
+        state.resident[:, row].copy_(kept.blocks, non_blocking=True)
+        state.last_wanted[:, row].copy_(kept.last_wanted, non_blocking=True)
+        for layer in range(self._geometry.num_layers):
+            state.restore(layer, row)
 
     def release(self, request: BatchRequest) -> None:
         """An ended request gives its row and its digests back."""

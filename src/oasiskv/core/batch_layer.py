@@ -172,6 +172,19 @@ class LayerState:
         """Copy blocks from the store, int32 ``[n]`` each; -1 for none."""
         self._gather_whole(self._store.layer(layer), self._caches[layer], store_blocks, blocks)
 
+    def restore(self, layer: int, row: int) -> None:
+        """Copy tiles from the store to the slots of a row, as its resident map says."""
+        own = slice(row, row + 1)
+        blocks = self.resident[layer, own]
+        self._ops.gather.gather_rows(
+            self._store.layer(layer),
+            blocks,
+            self._caches[layer],
+            self._slots.expand_as(blocks),
+            self.store_index[own],
+            self.slots[own],
+        )
+
     def warm_up(self, width: int, rows: int) -> None:
         """Run every op on nothing, so that its kernel is compiled.
 
@@ -185,6 +198,7 @@ class LayerState:
         work = StepWork.of(flat, width)
         self.run(0, work, None)
         self.load(0, *work.closed)
+        self.restore(0, 0)
         size = 4 + 3 * LATEST_QUERIES + self.store_index.shape[1]
         self.first_fill(0, FirstFill.of(torch.zeros(size, dtype=torch.int32, device=device)))
 

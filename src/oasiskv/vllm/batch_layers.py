@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from oasiskv.config import OasisConfig
+    from oasiskv.core.kept import KeptSlots
     from oasiskv.vllm.layers import StepTokens
     from oasiskv.vllm.messages import RequestMessage
     from oasiskv.vllm.shapes import ModelLayers
@@ -52,6 +53,7 @@ class BatchLayers:
     Attributes:
         digests: of the store's blocks.
         requests: by vLLM's request id.
+        kept: what was in the slots of preempted ones that come back sparse.
         step_number: of the step that runs.
     """
 
@@ -88,6 +90,7 @@ class BatchLayers:
         self._places = torch.zeros(graph_tokens, dtype=torch.int64, device=device)
         self.digests = self.tiering.state.digests
         self.requests: dict[str, BatchRequest] = {}
+        self.kept: dict[str, KeptSlots] = {}
         self.step_number = 0
         self._config = config
         self._block_ids = block_ids
@@ -106,6 +109,8 @@ class BatchLayers:
         request.assigned.extend(news.store_blocks[news.known :])
         if news.slots:
             request.slots = list(news.slots)
+        if news.resume_start:
+            self.tiering.resume(request, self.kept.pop(name))
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks from the store, before the forward that reads them.
@@ -121,10 +126,20 @@ class BatchLayers:
         """Blocks of a request that the store holds, or will before anything else is done to it."""
         return len(self.requests[name].store_blocks)
 
-    def drop(self, name: str) -> None:
-        """A request has ended or was preempted."""
+    def drop(self, name: str, keep: bool = False) -> None:
+        """A request has ended or was preempted.
+
+        Args:
+            name: request id.
+            keep: it comes back sparse: keep what is in its slots.
+        """
         request = self.requests.pop(name, None)
+        if not keep:
+            self.kept.pop(name, None)
         if request is not None:
+            if keep and request.sparse:
+                self._wait_aside()
+                self.kept[name] = self.tiering.keep_slots(request)
             self.tiering.release(request)
 
     def settle(self, names: Sequence[str]) -> None:
@@ -266,7 +281,7 @@ class BatchLayers:
     def _batch_step(self, name: str, tokens: StepTokens, transition: bool) -> BatchStep:
         request = self.requests[name]
         closable = len(request.store_blocks) + len(request.assigned)
-        row = tokens.lookahead(self._config.lookahead) if tokens.sampled else 0
+        row = tokens.lookahead(self._config.lookahead)
         return BatchStep(
             request,
             tokens.start,

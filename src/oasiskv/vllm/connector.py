@@ -129,7 +129,12 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         ids = blocks.get_block_ids()[0]
         loaded = num_external_tokens // self._vllm.cache_config.block_size
         end = len(state.matched)
-        state.loads = [(state.store_blocks[i], ids[i]) for i in range(end - loaded, end)]
+        # Of a sparse request what lies between sink and window does not come back to HBM.
+        state.loads = [
+            (state.store_blocks[i], ids[i])
+            for i in range(end - loaded, end)
+            if ids[i] != self._pool.null_block.block_id
+        ]
         state.matched = []
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -143,7 +148,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             state = self._state.requests[name]
             if state.promised and self._state.store is not None:
                 messages[name] = self._message(state, tokens, self._state.store)
-        dropped, self._state.dropped = self._state.dropped, []
+        dropped, self._state.dropped = self._state.dropped, {}
         return OasisMetadata(messages, dropped)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -186,7 +191,8 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         if state.announced:
             return RequestMessage(new, slots)
         state.announced = True
-        return RequestMessage(list(state.store_blocks), slots, state.known, state.loads)
+        resumed, state.resume_start = state.resume_start, 0
+        return RequestMessage(list(state.store_blocks), slots, state.known, state.loads, resumed)
 
     # Worker side.
 

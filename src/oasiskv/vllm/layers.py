@@ -18,11 +18,13 @@ from oasiskv.ops.gather.reference import gather_tiles
 from oasiskv.vllm import store
 from oasiskv.vllm.logs import logger
 from oasiskv.vllm.memory import PagedKV
+from oasiskv.vllm.resume import keep_slots, resume
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from oasiskv.config import OasisConfig
+    from oasiskv.core.kept import KeptSlots
     from oasiskv.vllm.messages import RequestMessage
     from oasiskv.vllm.shapes import ModelLayers
 
@@ -93,10 +95,13 @@ class StepTokens(NamedTuple):
         return min(self.computed, (blocks + 1) * block_tokens - 1)
 
     def lookahead(self, mode: LookaheadMode) -> int:
-        """Which of its tokens looks ahead, once one is sampled.
+        """Which of its tokens looks ahead.
 
-        Those before the last token that is no draft were recomputed.
+        Those before the last token that is no draft were computed again. If none is sampled, more
+        are to be.
         """
+        if not self.sampled:
+            return self.fed - 1
         return self.fed - 1 + lookahead_row(mode, self.drafts, self.sampled)
 
 
@@ -117,6 +122,7 @@ class SparseLayers:
     Attributes:
         digests: of the store's blocks.
         requests: by vLLM's request id.
+        kept: what was in the slots of preempted ones that come back sparse.
         step_number: of the step that runs.
         unloaded: vLLM's blocks that could not be loaded in this step, being damaged in the store.
     """
@@ -137,6 +143,7 @@ class SparseLayers:
         self.tiering = Tiering(self.geometry, config, self.store, self.caches[0].device)
         self.digests = self.tiering.digests
         self.requests: dict[str, WorkerRequest] = {}
+        self.kept: dict[str, KeptSlots] = {}
         self.step_number = 0
         self.unloaded: set[int] = set()
         self._config = config
@@ -161,10 +168,21 @@ class SparseLayers:
         self.requests[name] = request
         return request
 
-    def drop(self, name: str) -> None:
-        """A request has ended or was preempted."""
+    def drop(self, name: str, keep: bool = False) -> None:
+        """A request has ended or was preempted.
+
+        Args:
+            name: request id.
+            keep: it comes back sparse: keep what is in its slots.
+        """
         request = self.requests.pop(name, None)
+        if not keep:
+            self.kept.pop(name, None)
         if request is not None:
+            self.tiering.collect()
+            kept = keep_slots(request) if keep else None
+            if kept is not None:
+                self.kept[name] = kept
             request.ended = True
             self.tiering.release(request)
 
@@ -259,6 +277,9 @@ class SparseLayers:
         request.begin_step()
         if news.slots:
             request.kv.take_slots(news.slots)
+        if news.resume_start:
+            with _failing(request):
+                resume(self, request, self.kept.pop(name, None), news.resume_start)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks from the store, before the forward that reads them.

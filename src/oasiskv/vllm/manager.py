@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -21,6 +22,9 @@ class OasisManager(FullAttentionManager):
     blocks is kept free while a dense request may still pass the threshold, so that a full pool
     does not block the transition that would relieve it. In mode ``under_pressure`` ``Pressure``
     says who takes slots, and what else is kept free.
+
+    A request that was preempted sparse is admitted with what a sparse one has: sink, slots and
+    window. Between sink and window its table has vLLM's null block from the start.
     """
 
     def __init__(self, kv_cache_spec: OasisSpec, **settings: Any) -> None:  # noqa: ANN401
@@ -50,6 +54,7 @@ class OasisManager(FullAttentionManager):
         self,
         request_id: str,
         num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
         *args: Any,  # noqa: ANN401 - differs between vLLM's versions
         **settings: Any,  # noqa: ANN401
     ) -> int:
@@ -58,10 +63,18 @@ class OasisManager(FullAttentionManager):
         Raises:
             TransferError: no request runs, and what this one waits for was lost on its way.
         """
-        needed: int = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **settings)
+        hits = new_computed_blocks
+        needed: int = super().get_num_blocks_to_allocate(
+            request_id, num_tokens, hits, *args, **settings
+        )
         state = self._state.requests.get(request_id)
         if state is None:
             return needed
+        if self._resumes(request_id):
+            # What lies between sink and window is not needed, found in HBM or not.
+            sink, start = self._spec.sink_blocks, state.resume_start
+            needed -= self._get_num_evictable_blocks(hits[sink:start])
+            needed -= max(0, start - max(sink, len(hits)))
         needed = self._needed(state, num_tokens, needed)
         if not self._state.admitted and needed > self.block_pool.get_num_free_blocks():
             self._state.check_held()
@@ -73,6 +86,7 @@ class OasisManager(FullAttentionManager):
         if request_id in self._state.held or not self._store_has_room(state):
             return int(self.block_pool.num_gpu_blocks) + 1
         if self._pressure is not None:
+            needed += self._spec.hot_blocks if self._resumes(request_id) else 0
             return needed + self._pressure.kept_free(state, num_tokens, needed)
         # Requests that wait cannot reach the threshold, and no running one is preempted for them.
         others = len(self._state.may_go_sparse) - (request_id in self._state.may_go_sparse)
@@ -87,6 +101,37 @@ class OasisManager(FullAttentionManager):
         if needed and self._may_go_sparse(state):
             return needed + self._spec.hot_blocks
         return needed + (reserve if needed else 0)
+
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: int
+    ) -> None:
+        """A request takes what vLLM's prefix cache has of it, between sink and window nothing."""
+        hits = list(new_computed_blocks)
+        if self._resumes(request_id):
+            start = self._state.requests[request_id].resume_start
+            for index in range(self._spec.sink_blocks, min(start, len(hits))):
+                hits[index] = self._null_block
+        super().add_local_computed_blocks(request_id, hits, *args)
+
+    def allocate_external_computed_blocks(
+        self, request_id: str, num_local_computed_tokens: int, num_external_computed_tokens: int
+    ) -> None:
+        """Blocks for what is loaded from the store, between sink and window none."""
+        end = num_local_computed_tokens + num_external_computed_tokens
+        if self._resumes(request_id):
+            table = self.req_to_blocks[request_id]
+            start = self._state.requests[request_id].resume_start
+            sink_tokens = min(start, self._spec.sink_blocks) * self.block_size
+            missing = sink_tokens - len(table) * self.block_size
+            if missing > 0:
+                super().allocate_external_computed_blocks(
+                    request_id, num_local_computed_tokens, missing
+                )
+            table.extend([self._null_block] * (start - len(table)))
+            num_local_computed_tokens = len(table) * self.block_size
+        super().allocate_external_computed_blocks(
+            request_id, num_local_computed_tokens, end - num_local_computed_tokens
+        )
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -118,7 +163,14 @@ class OasisManager(FullAttentionManager):
         """No block is common to all: each sparse request reads a table of its own."""
         return 0
 
+    def _resumes(self, request_id: str) -> bool:
+        """Whether the request was preempted sparse and is not back yet."""
+        state = self._state.requests.get(request_id)
+        return state is not None and state.resume_start > 0
+
     def _takes_slots(self, state: ScheduledRequest, num_tokens: int) -> bool:
+        if state.resume_start:
+            return not state.hot
         if self._pressure is not None:
             return self._pressure.takes_slots(state)
         past = max(num_tokens, state.request.num_tokens) > self._spec.threshold_tokens

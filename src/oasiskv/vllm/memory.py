@@ -80,6 +80,12 @@ class PagedKV:
         self.num_sinks = num_sinks
         self.window_start = start
 
+    def resume(self, start: int) -> None:
+        """It was sparse before it was preempted, with its window at ``start``, and is again."""
+        self.sparse = True
+        self.num_sinks = min(self._sink_blocks, start)
+        self.window_start = start
+
     def advance(self, start: int, residents: ResidentMap, step: int) -> None:
         """Move the window on: a leaving block stays as sink, goes to a free slot, or away."""
         ids = self._block_ids()

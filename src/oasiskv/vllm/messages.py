@@ -20,12 +20,15 @@ class RequestMessage:
         known: how many of ``store_blocks``, the first ones, hold its first blocks already; only
             with its first message.
         loads: pairs (store block, block of vLLM's pool) to copy before the forward.
+        resume_start: first block of its window, if it was preempted sparse and is back in this
+            step; else 0.
     """
 
     store_blocks: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     known: int = 0
     loads: list[tuple[int, int]] = field(default_factory=list)
+    resume_start: int = 0
 
 
 @dataclass
@@ -34,11 +37,12 @@ class OasisMetadata(KVConnectorMetadata):
 
     Args:
         requests: scheduled requests that go through the store.
-        dropped: requests to forget, before anything else.
+        dropped: requests to forget, before anything else; and whether what is in their slots is
+            kept until they come back or are to be forgotten too.
     """
 
     requests: dict[str, RequestMessage]
-    dropped: list[str]
+    dropped: dict[str, bool]
 
 
 @dataclass

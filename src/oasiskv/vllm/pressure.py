@@ -89,7 +89,8 @@ class Pressure:
             needed: blocks that it lacks for them.
         """
         admitted = state.request.request_id in self._state.admitted
-        due = self._state.may_go_sparse or (not admitted and state.most_tokens > self.past_tokens)
+        may_go_sparse = not state.resume_start and state.most_tokens > self.past_tokens
+        due = self._state.may_go_sparse or (not admitted and may_go_sparse)
         # While a transition is under way its slots are the reserve, in use.
         reserve = self._spec.hot_blocks if due and not self._state.in_transition else 0
         if admitted:

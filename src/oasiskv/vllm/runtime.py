@@ -136,8 +136,8 @@ class Runtime:
         loads = [pair for news in message.requests.values() for pair in news.loads]
         for model in self.models:
             model.step_number += 1
-            for name in message.dropped:
-                model.drop(name)
+            for name, keep in message.dropped.items():
+                model.drop(name, keep)
             for name, news in message.requests.items():
                 model.take_news(name, news)
             if loads:

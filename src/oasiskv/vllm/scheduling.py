@@ -41,6 +41,8 @@ class ScheduledRequest:
         hot_sent: the workers know of ``hot``.
         window_start: first block of the window that all workers have acknowledged; blocks between
             sink and window may be given back. 0 while dense.
+        resume_start: ``window_start`` of the sparse request that was preempted, from then until the
+            workers hear that it is back; 0 for any other.
         store_blocks: store blocks handed out to it, in order of its blocks; kept while preempted.
         announced: the workers know of its first ``store_blocks``.
         in_step: a step of it runs, which the workers have not acknowledged.
@@ -60,6 +62,7 @@ class ScheduledRequest:
     hot: list[KVCacheBlock] = field(default_factory=list)
     hot_sent: bool = False
     window_start: int = 0
+    resume_start: int = 0
     store_blocks: list[int] = field(default_factory=list)
     announced: bool = False
     in_step: bool = False
@@ -89,7 +92,8 @@ class SchedulerState:
         ending: requests that ended in a step which the workers have not acknowledged.
         moved: sparse ones whose window has moved since blocks were last given back.
         promised: store blocks that requests may come to need, from first admission to their end.
-        dropped: ids whose state the workers must forget: ended or preempted.
+        dropped: ids whose state the workers must forget, ended or preempted; and whether they keep
+            what is in the slots, because the request comes back sparse.
         in_flight: requests of which a worker has a write or a transfer on its way, as of the last
             acknowledgement.
         held: what such requests left when they ended or were preempted; no one else's until the
@@ -110,7 +114,7 @@ class SchedulerState:
         self.moved: dict[str, ScheduledRequest] = {}
         self.ending: dict[str, ScheduledRequest] = {}
         self.promised = 0
-        self.dropped: list[str] = []
+        self.dropped: dict[str, bool] = {}
         self.in_flight: set[str] = set()
         self.held: dict[str, Held] = {}
         self.returned: list[KVCacheBlock] = []
@@ -137,11 +141,18 @@ class SchedulerState:
             self.may_go_sparse[request_id] = state
 
     def take_slots(self, request_id: str, slots: list[KVCacheBlock]) -> None:
-        """An admitted request goes sparse with its next step that samples a token."""
+        """An admitted request has got slots.
+
+        It goes sparse with its next step that samples a token, or is sparse from its next step on
+        if it was when it was preempted.
+        """
         state = self.requests[request_id]
         state.hot = slots
         self.may_go_sparse.pop(request_id, None)
-        self.in_transition[request_id] = state
+        if state.resume_start:
+            state.window_start = state.resume_start
+        else:
+            self.in_transition[request_id] = state
 
     def acknowledge(self, request_id: str, stored: int, window_start: int | None) -> None:
         """All workers have done a step of the request.
@@ -217,12 +228,14 @@ class SchedulerState:
         state = self.requests[request_id]
         for group in (self.admitted, self.may_go_sparse, self.in_transition, self.moved):
             group.pop(request_id, None)
+        ended = state.request.is_finished()
+        state.resume_start = state.resume_start or state.window_start
         if state.promised:
-            self.dropped.append(request_id)
+            self.dropped[request_id] = not ended and state.resume_start > 0
         state.announced = state.hot_sent = False
         state.window_start = 0
         state.loads = []
-        if not state.request.is_finished():
+        if not ended:
             unsure = Held(state.store_blocks[state.stored :], state.hot)
             del state.store_blocks[state.stored :]
             state.hot = []
