@@ -1,5 +1,7 @@
 """A request that was preempted while sparse comes back sparse, from the store."""
 
+import random
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -282,5 +284,40 @@ def test_a_tile_that_is_damaged_in_the_store_ends_it_with_an_error(tiny_folder, 
         driver.finish()
         assert driver.failed == {"damaged"}
         assert set(driver.done) == {"other"}
+        driver.assert_right_and_all_back(model)
+        assert_kept_nothing(probe)
+
+
+def test_a_random_mix(tiny_folder, model):
+    """Prefixes are shared, drafts are fed; any running request may be preempted, any aborted."""
+    draw = random.Random(0)
+    with probed(
+        tiny_folder,
+        speculative_config=NGRAM,
+        num_gpu_blocks_override=150,
+        max_num_batched_tokens=64,
+        settings={"lookahead": "held_back", "threshold_tokens": 100},
+    ) as probe:
+        driver, waiting, aborted, preempted = Counting(probe), list(range(14)), set(), 0
+        while waiting or driver.engine.has_unfinished_requests():
+            if waiting and draw.random() < 0.3:
+                index = waiting.pop()
+                prompt = prompt_of(draw.choice([40, 96]), seed=index % 2)
+                prompt += prompt_of(draw.randint(1, 60), seed=index)
+                driver.add(str(index), prompt, draw.randint(5, 30))
+            running = set(probe.scheduler.running)
+            names = [name for name, r in driver.requests.items() if r in running]
+            if names and draw.random() < 0.3:
+                driver.preempt(draw.choice(names))
+                preempted += 1
+            if names and draw.random() < 0.03:
+                name = draw.choice(names)
+                driver.abort(name)
+                aborted.add(name)
+            driver.step()
+        assert driver.done.keys() | aborted == set(map(str, range(14)))
+        assert preempted > 15
+        assert len(probe.sparse) > 5
+        assert aborted
         driver.assert_right_and_all_back(model)
         assert_kept_nothing(probe)
