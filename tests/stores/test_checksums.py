@@ -51,6 +51,15 @@ def test_order_zeros_and_another_tile_are_seen():
         assert bool((tile_checksums(tiles) != tile_checksums(other)).all())
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (64,), (65,), (3, 50)])
+def test_any_number_of_tiles(shape):
+    tiles = torch.randn((*shape, 16, 8), generator=torch.Generator().manual_seed(2))
+    sums = tile_checksums(tiles)
+    assert sums.shape == shape
+    each = [tile_checksums(tile) for tile in tiles.reshape(-1, 16, 8)]
+    assert sums.reshape(-1).tolist() == [int(one) for one in each]
+
+
 def test_views_and_signed_zeros_and_nan_have_the_sums_of_their_bits():
     tiles = make_tiles().flatten(0, 2)
     assert torch.equal(tile_checksums(tiles.mT.contiguous().mT), tile_checksums(tiles))
