@@ -11,6 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
+from oasiskv.data import data_path
+from oasiskv.hf.tokens import encode, load_tokenizer
+from oasiskv.models import resolve_model
 from plugin.engines import engine, greedy
 from plugin.probe import NGRAM, is_greedy, probed
 from tiny import prompt_of, same_up_to_ties, stock_greedy
@@ -153,3 +156,22 @@ def test_a_shared_prefix_is_computed_once(tiny_folder, expected, speculative_con
         cached = [output.num_cached_tokens for output in probe.llm.generate(prompts, sampling)]
         assert min(cached) >= len(HALF) - 16
         assert_right(probe, expected, SHARED)
+
+
+@pytest.mark.model
+def test_real_weights_at_every_number_of_tokens_in_the_open_block():
+    """A novel's text past the threshold, half the hot set refetched before each step."""
+    folder = resolve_model("smollm2-135m")
+    text = data_path("texts/persuasion.txt").read_text(encoding="utf-8")
+    ids = encode(load_tokenizer(folder), text, chat=False)
+    prompts = [ids[500 * i : 500 * i + 160 + i] for i in range(16)]
+    args = {"max_model_len": 512, "max_num_seqs": 16, "enable_prefix_caching": False}
+    with engine(folder, num_gpu_blocks_override=300, **args) as llm:
+        stock = greedy(llm, prompts, NEW)
+    settings = {"hot_tokens": 256, "host_gib": 0.25, "lookahead": "held_back"}
+    args |= {"num_gpu_blocks_override": 700, "speculative_config": NGRAM}
+    with probed(folder, settings=settings, **args) as probe:
+        assert greedy(probe.llm, prompts, NEW) == stock
+        assert len(probe.sparse) == 16
+        assert probe.refetch.fetched_bytes > 0
+        probe.assert_all_back()
