@@ -7,7 +7,6 @@ them; every other method chooses S tokens, so that all attend to sink + S + wind
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-
 import torch
 from torch import Tensor
 

@@ -1,0 +1,1 @@
+"""Tasks x methods x budgets: run, keep, and show."""
