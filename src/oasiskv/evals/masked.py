@@ -104,7 +104,7 @@ class MaskedDecoder:
         self.computed += len(tokens)
         if not dense:
             self.sums.rows += len(self._measured(start, self.computed))
-        return logits.float()
+        return torch.as_tensor(logits).float()
 
     def attend(self, layer: int, query: Tensor, kv: Tensor, scale: float) -> Tensor:
         """Write new KV and attend; ``AttentionBatch``."""
@@ -135,7 +135,7 @@ class MaskedDecoder:
         group = query.shape[1] // tiles.shape[1]
         keys, values = tiles.transpose(0, 1).flatten(1, 2).chunk(2, dim=-1)
         logits = torch.einsum(
-            "rhgd,htd->rhgt", query.unflatten(1, (-1, group)).float() * scale, keys.float()
+            "rhgd,htd->rhgt", _by_kv_head(query, group).float() * scale, keys.float()
         ).masked_fill(~causal[:, None, None], -torch.inf)
         allowed = causal[:, None, None]
         if not self._dense:
@@ -144,7 +144,7 @@ class MaskedDecoder:
             view = LayerView(layer, query, stale, tiles, between, scale, first)
             chosen = self._policy.choose(view) & between[:, None]
             attended = (chosen | ~between[:, None]).repeat_interleave(self._size, dim=-1)
-            allowed = attended.unflatten(1, (-1, group)) & causal[:, None, None]
+            allowed = _by_kv_head(attended, group) & causal[:, None, None]
             self._measure(view, chosen, logits, allowed)
         weights = logits.masked_fill(~allowed, -torch.inf).softmax(-1)
         out = torch.einsum("rhgt,htd->rhgd", weights, values.float())
@@ -156,7 +156,7 @@ class MaskedDecoder:
         return [] if not every else [at for at in range(first, end) if at % every == 0]
 
     def _measure(self, view: LayerView, chosen: Tensor, logits: Tensor, allowed: Tensor) -> None:
-        by_kv_head = chosen.unflatten(1, (-1, view.group)).any(2)
+        by_kv_head = _by_kv_head(chosen, view.group).any(2)
         self._count_moves(view.layer, by_kv_head)
         first = view.first_position
         rows = [at - first for at in self._measured(first, first + len(chosen))]
@@ -166,7 +166,9 @@ class MaskedDecoder:
         covered = (weights * allowed[rows]).sum(-1).mean(-1)
         self.sums.mass[view.layer] += covered.sum(0).cpu()
         between = view.candidates[rows]
-        inside = weights.unflatten(-1, (-1, self._size)).sum(-1) * between[:, None, None]
+        inside = (
+            weights.reshape(*weights.shape[:-1], -1, self._size).sum(-1) * between[:, None, None]
+        )
         # As scores are: of each query head the share of what it gives to candidates.
         shares = (inside / inside.sum(-1, keepdim=True).clamp(min=1e-30)).mean(2)
         ideal = top_blocks(shares.masked_fill(~between[:, None], -1), self._slots(view))
@@ -188,3 +190,8 @@ class MaskedDecoder:
         if layer == 0:
             self.sums.moved_rows += len(rows) - 1
         self._last_chosen[layer] = chosen[-1:]
+
+
+def _by_kv_head(rows: Tensor, group: int) -> Tensor:
+    """``[rows, query heads, ...]`` -> ``[rows, KV heads, group, ...]``."""
+    return rows.reshape(rows.shape[0], -1, group, *rows.shape[2:])

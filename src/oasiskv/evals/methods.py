@@ -75,8 +75,8 @@ class Method:
         name: its name in tables.
         doc: what it is, one line.
         policy: of S blocks and a seed, for those that choose in the same step.
-        engine: settings, and drafts that are told of ``(request id, prompt, what follows)``, for
-            OasisKV; None for policies.
+        lookahead: OasisKV's mode; None for policies.
+        drafts: of the model, the prompt and what follows it; None for policies.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """What else could be attended to: the selections that OasisKV is compared with.
 
 A policy chooses, for each row (a decoded token) and query head, blocks between sink and window. It
-sees the whole KV cache, as if there were no tiers: what it would have to move is counted, and no cap
-holds it. All are given the same number of blocks as OasisKV has slots.
+sees the whole KV cache, as if there were no tiers: what it would have to move is counted, and no
+cap holds it. All are given the same number of blocks as OasisKV has slots.
 """
 
 from abc import ABC, abstractmethod

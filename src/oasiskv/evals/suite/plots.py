@@ -35,10 +35,9 @@ def plot(rows: Sequence[Row], path: Path, seed: int) -> None:
                 axis.axhline(estimate(dense, seed).mean, ls="--", color="gray", label="dense")
         for method in dict.fromkeys(row.method for row in usable if row.budget):
             budgets = [budget for each, budget in settings(usable) if each == method]
-            found = [estimate(by_group(of(usable, method, b), name), seed) for b in budgets]
-            moved = [
-                estimate(by_group(of(usable, method, b), "moved_bytes"), seed) for b in budgets
-            ]
+            points = [of(usable, method, budget) for budget in budgets]
+            found = [estimate(by_group(point, name), seed) for point in points]
+            moved = [estimate(by_group(point, "moved_bytes"), seed) for point in points]
             means = [each.mean for each in found]
             spread = (
                 [each.mean - each.low for each in found],

@@ -106,7 +106,7 @@ class _Anchor:
             "method": method,
             "budget": budget,
             "context": len(question.prompt),
-            "moved_bytes": found.moved_bytes,
+            "moved_bytes": None if method == DENSE else found.moved_bytes,
             "mass": _mean_and_worst(found.mass),
             "recall": _mean_and_worst(found.recall),
             "agreement": found.agreement,
@@ -117,7 +117,7 @@ class _Anchor:
             row["dense_score"] = question.score(self._dense.tokens)
         else:
             row |= self._compare(found.logits, len(question.question))
-        return Row(**row)  # type: ignore[arg-type]
+        return Row(**row)
 
     def _compare(self, logits: Tensor, first: int) -> dict[str, object]:
         """From the logits of the tokens after the question."""
@@ -130,7 +130,7 @@ class _Anchor:
             "nll": -float(ours.gather(-1, tokens[:, None]).mean()),
             "kl": float((theirs.exp() * (theirs - ours)).sum(-1).mean()),
             "agree": float(same.float().mean()),
-            "agree_by_quarter": [float(part.float().mean()) for part in same.split(size)],
+            "agree_by_quarter": [float(part.float().mean()) for part in torch.split(same, size)],
             "first_difference": int(different[0]) if len(different) else len(same),
         }
 

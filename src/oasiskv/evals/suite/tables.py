@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 from oasiskv.evals.statistics import Estimate, difference, estimate
 from oasiskv.evals.suite.rows import Row
@@ -80,7 +81,7 @@ def _texts(rows: list[Row], seed: int) -> str:
     for method, budget in settings(rows):
         own = of(rows, method, budget)
         quarters = zip(*(row.agree_by_quarter for row in own), strict=False)
-        over_time = " ".join(f"{sum(part) / len(part):.3f}" for part in quarters)
+        over_time = " ".join(f"{fmean(part):.3f}" for part in quarters)
         groups = {name: estimate(by_group(own, name), seed) for name in ("kl", "agree", "nll")}
         first = estimate(by_group(own, "first_difference"), seed)
         moved = _moved(estimate(by_group(own, "moved_bytes"), seed))
@@ -111,9 +112,7 @@ def _diagnostics(rows: Sequence[Row], seed: int) -> str:
         cells = []
         for name in ("mass", "recall"):
             pairs = [value for row in own if (value := getattr(row, name)) is not None]
-            cells += [
-                f"{sum(p[i] for p in pairs) / len(pairs):.3f}" if pairs else "-" for i in (0, 1)
-            ]
+            cells += [f"{fmean(each):.3f}" for each in zip(*pairs, strict=True)] or ["-", "-"]
         for name in ("agreement", "misses"):
             found = by_group(own, name)
             cells.append(f"{estimate(found, seed).mean:.3f}" if found else "-")
