@@ -7,18 +7,26 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.progress import Progress
 from rich.table import Table
 
+from oasiskv import __version__
 from oasiskv.config import OasisConfig
 from oasiskv.data import data_path
-from oasiskv.errors import PromptError
+from oasiskv.errors import ConfigError, PromptError
 from oasiskv.evals import churn, digests, retrieval
+from oasiskv.evals.suite.jobs import run as run_units
+from oasiskv.evals.suite.jobs import units_of
+from oasiskv.evals.suite.plots import plot
+from oasiskv.evals.suite.rows import RowFile
+from oasiskv.evals.suite.suites import SUITES
+from oasiskv.evals.suite.tables import markdown
 from oasiskv.hf.loading import load_model, pick_device
 from oasiskv.hf.tokens import encode, load_tokenizer
 from oasiskv.models.resolve import resolve_model
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer()
 
 TEXT = "texts/persuasion.txt"
 
@@ -30,6 +38,47 @@ class Question(StrEnum):
 
     PROMPT = "prompt"
     DECODED = "decoded"
+
+
+class SuiteName(StrEnum):
+    """A suite of tasks."""
+
+    QUICK = "quick"
+    FULL = "full"
+
+
+@app.callback(invoke_without_command=True)
+def suite_command(
+    context: typer.Context,
+    suite: Annotated[
+        SuiteName | None, typer.Option(help="quick: two CPU cores, minutes; full: a GPU")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="folder of results; a run that was killed goes on there")
+    ] = Path("oasiskv-eval"),
+    seed: Annotated[int, typer.Option(help="of tasks and methods")] = 0,
+    jobs: Annotated[
+        int | None, typer.Option(help="processes; default 2, on CUDA 12", min=1)
+    ] = None,
+    device: Device = None,
+) -> None:
+    """Measure accuracy and traffic: a suite of tasks with every method, or one of the commands."""
+    if context.invoked_subcommand is not None:
+        return
+    if suite is None:
+        raise ConfigError(f"give --suite {' or '.join(SUITES)}, or a command: see --help")
+    where = pick_device(device)
+    units = units_of(SUITES[suite.value], seed)
+    described = {"oasiskv": __version__, "suite": suite.value, "seed": seed, "device": where.type}
+    kept = RowFile(out / "rows.jsonl", described)
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task(suite.value, total=len(units))
+        count = jobs or (2 if where.type == "cpu" else 12)
+        run_units(units, where, count, kept, lambda: progress.advance(task))
+    text = markdown(kept.rows, seed)
+    (out / "tables.md").write_text(text, encoding="utf-8")
+    plot(kept.rows, out / "quality.png", seed)
+    Console().print(Markdown(text))
 
 
 @app.command("retrieval")

@@ -90,7 +90,7 @@ class MaskedDecoder:
             dense: they attend to everything, as the prompt's do.
 
         Returns:
-            Logits ``[tokens, vocabulary]``, float32.
+            Logits ``[tokens, vocabulary]``, float32, on the CPU.
         """
         self._dense = dense
         device, start = self._loaded.device, self.computed
@@ -104,7 +104,7 @@ class MaskedDecoder:
         self.computed += len(tokens)
         if not dense:
             self.sums.rows += len(self._measured(start, self.computed))
-        return torch.as_tensor(logits).float()
+        return torch.as_tensor(logits).float().cpu()
 
     def attend(self, layer: int, query: Tensor, kv: Tensor, scale: float) -> Tensor:
         """Write new KV and attend; ``AttentionBatch``."""

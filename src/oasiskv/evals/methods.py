@@ -193,7 +193,7 @@ def _run_policy(
     tile = loaded.geometry.tile_bytes
     return Decoded(
         tokens=tokens,
-        logits=torch.cat(logits)[:count].cpu(),
+        logits=torch.cat(logits)[:count],
         moved_bytes=sums.moved_tiles * tile / max(1, sums.moved_rows),
         mass=sums.mass / rows if sums.rows else sums.mass[:0],
         recall=sums.recall / rows if sums.rows else sums.recall[:0],

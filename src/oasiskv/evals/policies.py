@@ -119,10 +119,11 @@ class RandomBlocks(Policy):
         heads = view.tiles.shape[1]
         draws = []
         for row in range(rows):
-            # One generator a row: the choice does not depend on how rows come together.
+            # One generator a row, blocks first: the choice does not depend on how rows come
+            # together, nor on blocks after them.
             place = (view.first_position + row) * 1009 + view.layer
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + place)
-            draws.append(torch.rand((heads, blocks), generator=generator))
+            draws.append(torch.rand((blocks, heads), generator=generator).T)
         return view.best(torch.stack(draws).to(view.candidates.device), self.count)
 
 

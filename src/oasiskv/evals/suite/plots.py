@@ -6,7 +6,7 @@ from pathlib import Path
 from oasiskv.errors import ConfigError
 from oasiskv.evals.statistics import estimate
 from oasiskv.evals.suite.rows import Row
-from oasiskv.evals.suite.tables import MIB, answered, by_group, of, settings
+from oasiskv.evals.suite.tables import MIB, answered, by_group, of, sections, settings
 
 
 def plot(rows: Sequence[Row], path: Path, seed: int) -> None:
@@ -21,19 +21,18 @@ def plot(rows: Sequence[Row], path: Path, seed: int) -> None:
         raise ConfigError(
             "plots need matplotlib: pip install 'oasiskv[plot]' (or --no-plots)"
         ) from error
-    tasks = list(dict.fromkeys(row.task for row in rows))
-    figure = Figure(figsize=(11, 3.6 * len(tasks)), layout="constrained")
-    axes = figure.subplots(len(tasks), 2, squeeze=False)
-    for (by_budget, by_bytes), task in zip(axes, tasks, strict=True):
-        own = [row for row in rows if row.task == task]
+    titled = sections(rows)
+    figure = Figure(figsize=(11, 3.6 * len(titled)), layout="constrained")
+    axes = figure.subplots(len(titled), 2, squeeze=False)
+    for (by_budget, by_bytes), (title, own) in zip(axes, titled.items(), strict=True):
         name = "score" if own[0].kind == "answer" else "agree"
         usable = answered(own) if name == "score" else own
         dense = by_group(of(usable, "dense", 0), name)
         for axis, label in ((by_budget, "K, tokens"), (by_bytes, "moved, MiB a step")):
-            axis.set(xlabel=label, ylabel=name, title=task)
+            axis.set(xlabel=label, ylabel=name, title=title)
             if dense:
                 axis.axhline(estimate(dense, seed).mean, ls="--", color="gray", label="dense")
-        for method in dict.fromkeys(row.method for row in usable if row.budget):
+        for method in dict.fromkeys(row.method for row in usable if row.method != "dense"):
             budgets = [budget for each, budget in settings(usable) if each == method]
             points = [of(usable, method, budget) for budget in budgets]
             found = [estimate(by_group(point, name), seed) for point in points]

@@ -16,13 +16,14 @@ class Row:
     """One question, one method, one budget.
 
     Args:
+        model: built-in name.
         task: its task.
         question: its name.
         group: what the bootstrap resamples.
         kind: ``answer``, ``forced`` or ``free``.
         method: the method.
-        budget: K in tokens; 0 for dense.
-        context: tokens of the prompt.
+        budget: K in tokens; dense has a row for each.
+        tokens: prompt, question and new tokens that were asked for.
         score: of an answer, 0 to 1.
         dense_score: of dense's answer; questions that dense fails are counted apart.
         nll: of the forced tokens, nats a token.
@@ -37,13 +38,14 @@ class Row:
         misses: wanted blocks that were in no slot, as a share.
     """
 
+    model: str
     task: str
     question: str
     group: str
     kind: str
     method: str
     budget: int
-    context: int
+    tokens: int
     score: float | None = None
     dense_score: float | None = None
     nll: float | None = None
@@ -57,21 +59,16 @@ class Row:
     agreement: float | None = None
     misses: float | None = None
 
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """What it is of; unique within a run."""
-        return self.question, self.method, self.budget
-
 
 class RowFile:
-    """JSON lines: first what the run is, then a row each.
+    """JSON lines: first what the run is, then a unit each.
 
     Args:
         path: the file; made if it is not there.
         run: what the run is. A file of another run is refused.
 
     Attributes:
-        rows: those that are there.
+        units: name of a unit -> its rows.
 
     Raises:
         ConfigError: the file is of another run, or is not such a file.
@@ -79,7 +76,7 @@ class RowFile:
 
     def __init__(self, path: Path, run: dict[str, Any]) -> None:
         self._path = path
-        self.rows: list[Row] = []
+        self.units: dict[str, list[Row]] = {}
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(run) + "\n", encoding="utf-8")
@@ -88,10 +85,11 @@ class RowFile:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         try:
             found, *entries = [json.loads(line) for line in lines]
-            self.rows = [Row(**_tuples(entry)) for entry in entries]
-        except (ValueError, TypeError) as error:
+            for entry in entries:
+                self.units[entry["unit"]] = [Row(**_tuples(row)) for row in entry["rows"]]
+        except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{path} holds no results of this program ({error}): give another --out"
+                f"{path} holds no results of this program ({error!r}): give another --out"
             ) from error
         if found != json.loads(json.dumps(run)):
             raise ConfigError(
@@ -100,11 +98,17 @@ class RowFile:
             )
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
-    def add(self, row: Row) -> None:
-        """Keep one more."""
-        self.rows.append(row)
+    @property
+    def rows(self) -> list[Row]:
+        """Of all units, in one order whatever the order in which they ended."""
+        return [row for name in sorted(self.units) for row in self.units[name]]
+
+    def add(self, unit: str, rows: list[Row]) -> None:
+        """Keep one more unit."""
+        self.units[unit] = rows
+        line = {"unit": unit, "rows": [asdict(row) for row in rows]}
         with self._path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(asdict(row)) + "\n")
+            out.write(json.dumps(line) + "\n")
 
 
 def _tuples(entry: dict[str, Any]) -> dict[str, Any]:

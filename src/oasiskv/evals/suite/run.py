@@ -1,79 +1,71 @@
-"""Ask every question with every method at every budget."""
+"""One question at one budget, with every method: the unit of a run."""
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
 
 import torch
 from torch import Tensor
 
+from oasiskv.config import BLOCK_TOKENS
 from oasiskv.evals.methods import METHODS, Decoded
-from oasiskv.evals.suite.rows import QUARTERS, Row, RowFile
+from oasiskv.evals.suite.rows import QUARTERS, Row
 from oasiskv.evals.tasks.base import Question
 from oasiskv.hf.loading import LoadedModel
-from oasiskv.hf.prefill import Prefilled, prefill
+from oasiskv.hf.prefill import prefill
 
 DENSE = "dense"
 
 
-def points(
-    questions: Sequence[Question], methods: Sequence[str], budgets: Sequence[int]
-) -> list[tuple[Question, str, int]]:
-    """Everything to measure, in order: dense first, the anchor of its question."""
-    return [
-        (question, method, budget)
-        for question in questions
-        for method, budget in [(DENSE, 0)]
-        + [(method, budget) for budget in budgets for method in methods if method != DENSE]
-    ]
-
-
-def run(
-    loaded: LoadedModel,
-    questions: Sequence[Question],
-    methods: Sequence[str],
-    budgets: Sequence[int],
-    seed: int,
-    kept: RowFile,
-    on_row: Callable[[], None],
-) -> None:
-    """Measure what is not there yet.
+@dataclass(frozen=True)
+class Unit:
+    """What one process measures at a time.
 
     Args:
-        loaded: the model.
-        questions: what to ask.
-        methods: names of ``METHODS``; dense is always there.
-        budgets: K in tokens.
+        model: built-in name.
+        tokens: length that was asked for.
+        question: what is asked.
+        budget: K in tokens.
+        methods: names of ``METHODS``.
         seed: of what is random in methods.
-        kept: what is there, and takes what is measured.
-        on_row: called after each row, those that were there included.
     """
-    done = {row.key for row in kept.rows}
-    for _, asked in groupby(points(questions, methods, budgets), key=lambda point: point[0].name):
-        todo = []
-        for question, method, budget in asked:
-            if (question.name, method, budget) in done:
-                on_row()
-            else:
-                todo.append((question, method, budget))
-        if todo:
-            anchor = _Anchor(loaded, todo[0][0], seed)
-            for _, method, budget in todo:
-                kept.add(anchor.measure(method, budget))
-                on_row()
+
+    model: str
+    tokens: int
+    question: Question
+    budget: int
+    methods: tuple[str, ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Unique within a run."""
+        return f"{self.model} {self.tokens} {self.question.name} {self.budget}"
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that each method decodes: what takes the time."""
+        forced = len(self.question.answer) if self.question.kind == "forced" else 0
+        return len(self.question.question) + forced + self.question.new_tokens
+
+
+def measure(loaded: LoadedModel, unit: Unit) -> list[Row]:
+    """A row for each method, and one for dense."""
+    anchor = _Anchor(loaded, unit)
+    return [anchor.row(method) for method in dict.fromkeys((DENSE, *unit.methods))]
 
 
 class _Anchor:
     """One question, prefilled and decoded densely: what methods are compared with."""
 
-    def __init__(self, loaded: LoadedModel, question: Question, seed: int) -> None:
-        self._loaded, self._question, self._seed = loaded, question, seed
-        self._prefilled: Prefilled = prefill(loaded, question.prompt)
-        self._forced, self._new = list(question.question), question.new_tokens
-        if question.kind == "forced":
-            self._forced, self._new = self._forced + list(question.answer), 0
-        self._dense = self._decode(DENSE, 0, question.answer)
-        if question.kind == "free":
+    def __init__(self, loaded: LoadedModel, unit: Unit) -> None:
+        self._loaded, self._unit, self._question = loaded, unit, unit.question
+        self._prefilled = prefill(loaded, self._question.prompt)
+        self._forced, self._new = list(self._question.question), self._question.new_tokens
+        if self._question.kind == "forced":
+            self._forced, self._new = self._forced + list(self._question.answer), 0
+        self._dense = self._decode(DENSE, BLOCK_TOKENS, [])
+        if self._question.kind == "free":
             # From here on dense's own text is what every method continues, token by token: up to
             # its first difference that is its own greedy text.
             self._forced, self._new = self._forced + self._dense.tokens, 0
@@ -86,29 +78,30 @@ class _Anchor:
             self._question.prompt,
             self._forced,
             self._new,
-            budget or 16,
+            budget,
             expected,
-            self._seed,
+            self._unit.seed,
         )
 
-    def measure(self, method: str, budget: int) -> Row:
+    def row(self, method: str) -> Row:
         """Decode with a method and compare."""
-        question = self._question
+        question, is_dense = self._question, method == DENSE
         found = self._dense
-        if method != DENSE:
+        if not is_dense:
             expected = self._dense.tokens if question.kind == "answer" else []
-            found = self._decode(method, budget, expected)
+            found = self._decode(method, self._unit.budget, expected)
         row = {
+            "model": self._unit.model,
             "task": question.task,
             "question": question.name,
             "group": question.group,
             "kind": question.kind,
             "method": method,
-            "budget": budget,
-            "context": len(question.prompt),
-            "moved_bytes": None if method == DENSE else found.moved_bytes,
-            "mass": _mean_and_worst(found.mass),
-            "recall": _mean_and_worst(found.recall),
+            "budget": self._unit.budget,
+            "tokens": self._unit.tokens,
+            "moved_bytes": None if is_dense else found.moved_bytes,
+            "mass": None if is_dense else _mean_and_worst(found.mass),
+            "recall": None if is_dense else _mean_and_worst(found.recall),
             "agreement": found.agreement,
             "misses": found.misses,
         }
@@ -124,13 +117,13 @@ class _Anchor:
         ours, theirs = logits[first:].log_softmax(-1), self._log_probs[first:]
         tokens = torch.tensor(self._forced[first:])
         same = ours.argmax(-1) == theirs.argmax(-1)
-        size = ceil(len(same) / QUARTERS)
+        quarters = torch.split(same, ceil(len(same) / QUARTERS))
         different = (~same).nonzero()
         return {
             "nll": -float(ours.gather(-1, tokens[:, None]).mean()),
             "kl": float((theirs.exp() * (theirs - ours)).sum(-1).mean()),
             "agree": float(same.float().mean()),
-            "agree_by_quarter": [float(part.float().mean()) for part in torch.split(same, size)],
+            "agree_by_quarter": [float(part.float().mean()) for part in quarters],
             "first_difference": int(different[0]) if len(different) else len(same),
         }
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+from oasiskv.evals.methods import METHODS
 from oasiskv.evals.statistics import Estimate, difference, estimate
 from oasiskv.evals.suite.rows import Row
 
@@ -27,27 +28,40 @@ def answered(rows: Sequence[Row]) -> list[Row]:
 
 
 def settings(rows: Sequence[Row]) -> list[tuple[str, int]]:
-    """Methods and budgets, in the order in which they were measured."""
-    return list(dict.fromkeys((row.method, row.budget) for row in rows))
+    """Methods and budgets, best known first; dense, which has no budget, with 0."""
+    found = {(row.method, _budget(row)) for row in rows}
+    order = list(METHODS)
+    return sorted(found, key=lambda each: (each[1], order.index(each[0])))
 
 
 def of(rows: Sequence[Row], method: str, budget: int) -> list[Row]:
-    """Rows of one method and budget."""
-    return [row for row in rows if (row.method, row.budget) == (method, budget)]
+    """Rows of one method and budget, one a question."""
+    found = {row.question: row for row in rows if (row.method, _budget(row)) == (method, budget)}
+    return list(found.values())
+
+
+def sections(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Title -> rows of one task, on one model at one length."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: (row.model, row.tokens)):
+        found[f"{row.task}, {row.model}, {row.tokens:,} tokens"].append(row)
+    return dict(found)
+
+
+def _budget(row: Row) -> int:
+    return 0 if row.method == "dense" else row.budget
 
 
 def markdown(rows: Sequence[Row], seed: int) -> str:
     """All tables."""
     parts = []
-    for task in dict.fromkeys(row.task for row in rows):
-        own = [row for row in rows if row.task == task]
-        parts.append(
-            f"## {task}\n\n" + (_answers if own[0].kind == "answer" else _texts)(own, seed)
-        )
+    for title, own in sections(rows).items():
+        table = _answers if own[0].kind == "answer" else _texts
+        parts.append(f"## {title}\n\n{table(own, seed)}")
     worst = _worst(rows, seed)
     if worst:
-        parts.append("## Where most is lost\n\n" + worst)
-    parts.append("## What is attended to\n\n" + _diagnostics(rows, seed))
+        parts.append(f"## Where most is lost\n\n{worst}")
+    parts.append(f"## What is attended to\n\n{_diagnostics(rows, seed)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -55,8 +69,7 @@ def _answers(rows: list[Row], seed: int) -> str:
     dense = of(rows, "dense", 0)
     right = sum(bool(row.dense_score) for row in dense)
     lines = [
-        f"Dense answers {right} of {len(dense)}, the others are left out; contexts of "
-        f"{min(r.context for r in dense):,} to {max(r.context for r in dense):,} tokens.\n",
+        f"Dense answers {right} of {len(dense)}; the others are left out.\n",
         "| method | K | score | less than dense by | n | moved, MiB a step |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
@@ -123,17 +136,17 @@ def _diagnostics(rows: Sequence[Row], seed: int) -> str:
 def _worst(rows: Sequence[Row], seed: int) -> str:
     """The task and setting where OasisKV loses most."""
     losses = []
-    for task in dict.fromkeys(row.task for row in rows if row.kind == "answer"):
-        own = answered([row for row in rows if row.task == task])
+    for title, asked in sections([row for row in rows if row.kind == "answer"]).items():
+        own = answered(asked)
         anchor = by_group(of(own, "dense", 0), "score")
         for method, budget in settings(own):
             if method.startswith("oasis"):
                 less = difference(anchor, by_group(of(own, method, budget), "score"), seed)
-                losses.append((less.mean, task, method, budget, less))
+                losses.append((less.mean, title, method, budget, less))
     if not losses:
         return ""
-    _, task, method, budget, less = max(losses)
-    return f"{task}, {method}, K = {budget}: {_cell(less)} less than dense, n = {less.groups}."
+    _, title, method, budget, less = max(losses, key=lambda loss: loss[0])
+    return f"{title}, {method}, K = {budget}: {_cell(less)} less than dense, n = {less.groups}."
 
 
 def _line(method: str, budget: int, *cells: object) -> str:
