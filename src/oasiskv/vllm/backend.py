@@ -13,8 +13,9 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
+from oasiskv.config import BLOCK_TOKENS
 from oasiskv.errors import ConfigError
 from oasiskv.ops.attend.reference import attend
 from oasiskv.vllm.runtime import current_runtime, rows_of_step
@@ -24,6 +25,13 @@ class OasisTorchBackend(CPUAttentionBackend):
     """vLLM's CPU backend with our metadata and our attention, KV as plain ``[K | V]`` rows."""
 
     forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,  # not every version of vLLM passes it
+    ) -> list[int]:
+        """Any size would do for plain PyTorch; vLLM's own kernels may want larger blocks."""
+        return [BLOCK_TOKENS]
 
     @staticmethod
     def get_impl_cls() -> type[OasisTorchImpl]:

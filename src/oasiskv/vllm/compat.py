@@ -4,11 +4,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
 
 from oasiskv.errors import ConfigError
 
-TESTED = {"cpu": ("0.28.0",), "cuda": ("0.26.0",)}
+TESTED = {"cpu": ("0.32.0", "0.28.0"), "cuda": ("0.26.0",)}
 """Platform -> vLLM's versions that the plugin's tests were run on, all with model runner V1."""
 
 CPU_BACKEND = "oasiskv.vllm.backend.OasisTorchBackend"
@@ -86,6 +89,25 @@ def run_vllm_serve(arguments: Sequence[str]) -> None:
 def is_draft_layer(name: str) -> bool:
     """Whether vLLM's layer of this name is the draft model's, by the prefix that vLLM gives it."""
     return name.startswith(_DRAFT_PREFIX)
+
+
+def fits_null_block() -> bool:
+    """Whether vLLM leaves room for its null block where it fits ``max_model_len`` to the pool."""
+    return Version(installed_version()) >= Version("0.32")
+
+
+def replace_kernels_once() -> None:
+    """Let engines follow one with n-gram drafts in this process, on the CPU.
+
+    There vLLM 0.32 puts its own kernels in the place of Triton's with each engine, and looks for
+    these among the attributes of all modules. That fails with AttributeError once numba is
+    imported, as n-gram drafts do; and what was replaced stays so.
+    """
+    from vllm.platforms import current_platform
+
+    replace = getattr(current_platform, "register_triton_kernel_overrides", None)
+    if replace is not None and not hasattr(replace, "cache_info"):
+        current_platform.register_triton_kernel_overrides = cache(replace)
 
 
 @contextmanager

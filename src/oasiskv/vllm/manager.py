@@ -114,7 +114,11 @@ class OasisManager(FullAttentionManager):
         super().add_local_computed_blocks(request_id, hits, *args)
 
     def allocate_external_computed_blocks(
-        self, request_id: str, num_local_computed_tokens: int, num_external_computed_tokens: int
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        **settings: Any,  # noqa: ANN401 - differs between vLLM's versions
     ) -> None:
         """Blocks for what is loaded from the store, between sink and window none."""
         end = num_local_computed_tokens + num_external_computed_tokens
@@ -125,12 +129,12 @@ class OasisManager(FullAttentionManager):
             missing = sink_tokens - len(table) * self.block_size
             if missing > 0:
                 super().allocate_external_computed_blocks(
-                    request_id, num_local_computed_tokens, missing
+                    request_id, num_local_computed_tokens, missing, **settings
                 )
             table.extend([self._null_block] * (start - len(table)))
             num_local_computed_tokens = len(table) * self.block_size
         super().allocate_external_computed_blocks(
-            request_id, num_local_computed_tokens, end - num_local_computed_tokens
+            request_id, num_local_computed_tokens, end - num_local_computed_tokens, **settings
         )
 
     def allocate_new_blocks(
