@@ -50,6 +50,7 @@ def refused(call, *args):
     return message
 
 
+@pytest.mark.smoke
 def test_what_engine_args_gives_is_not_refused(vllm_config):
     checks.check_engine(vllm_config)
     checks.check_worker(vllm_config.parallel_config.worker_cls, "cpu")
@@ -256,6 +257,7 @@ def test_a_second_engine_in_the_process(tiny_folder):
         assert len(tokens) == 4
 
 
+@pytest.mark.smoke
 def test_a_start_with_too_small_a_store_or_pool(tiny_folder):
     args = plugin_args(host_gib=0.0039) | {"num_gpu_blocks_override": 265}
     message = refused_start(tiny_folder, **args)
@@ -264,6 +266,7 @@ def test_a_start_with_too_small_a_store_or_pool(tiny_folder):
     assert "num_gpu_blocks_override: 265" in message
 
 
+@pytest.mark.smoke
 def test_the_longest_sequence_is_fitted_to_the_pool_with_its_slots(tiny_folder):
     args = plugin_args(host_gib=0.001) | {"max_model_len": -1, "num_gpu_blocks_override": 65}
     with engine(tiny_folder, **args) as llm:

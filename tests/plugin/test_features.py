@@ -73,6 +73,7 @@ def assert_close(ours, stock):
             assert math.isclose(mine[token].logprob, entry.logprob, abs_tol=1e-3)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("tiered", ["one by one", "at once"])
 @pytest.mark.parametrize("drafts", [None, NGRAM], ids=["no drafts", "drafts"])
 def test_each_feature_as_in_stock_vllm(tiny_folder, stock, monkeypatch, tiered, drafts):

@@ -63,6 +63,7 @@ def counts_to_keep(drafts):
     ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("drafts", BATCHES.values(), ids=BATCHES.keys())
 @pytest.mark.parametrize("which", range(4))
 def test_metadata_is_that_of_the_shorter_drafts(drafts, which):
@@ -135,6 +136,7 @@ def run(mode, drafts, logits, **settings):
     return [[t for t in row if t >= 0] for row in output.sampled_token_ids.tolist()], output
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("mode", "most"), [(LookaheadMode.HELD_BACK, -1), (LookaheadMode.PAPER, 0)]
 )

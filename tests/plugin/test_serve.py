@@ -103,6 +103,7 @@ def streamed(server, prompt, tokens, stop_after=None):
     return pieces
 
 
+@pytest.mark.smoke
 def test_sixteen_users_stream_and_some_leave(server, tiny_folder):
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
@@ -123,6 +124,7 @@ def test_sixteen_users_stream_and_some_leave(server, tiny_folder):
     assert len(running) == 1
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("request_of", "status", "word"),
     [
@@ -172,6 +174,7 @@ def test_flags_are_told_apart():
         split_flags(["--host-gib"])
 
 
+@pytest.mark.smoke
 def test_what_vllm_is_given(tiny_folder):
     arguments = vllm_arguments(str(tiny_folder), ["--host-gib", "2", "--port", "80"])
     assert arguments[:2] == ["serve", str(tiny_folder)]

@@ -105,9 +105,11 @@ def replace_kernels_once() -> None:
     """
     from vllm.platforms import current_platform
 
-    replace = getattr(current_platform, "register_triton_kernel_overrides", None)
-    if replace is not None and not hasattr(replace, "cache_info"):
-        current_platform.register_triton_kernel_overrides = cache(replace)
+    # Of the class: an instance without it looks on among torch's names, and warns.
+    if hasattr(type(current_platform), "register_triton_kernel_overrides"):
+        replace = current_platform.register_triton_kernel_overrides
+        if not hasattr(replace, "cache_info"):
+            current_platform.register_triton_kernel_overrides = cache(replace)
 
 
 @contextmanager
