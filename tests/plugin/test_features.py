@@ -73,8 +73,7 @@ def assert_close(ours, stock):
             assert math.isclose(mine[token].logprob, entry.logprob, abs_tol=1e-3)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("tiered", ["one by one", "at once"])
+@pytest.mark.parametrize("tiered", [pytest.param("one by one", marks=pytest.mark.smoke), "at once"])
 @pytest.mark.parametrize("drafts", [None, NGRAM], ids=["no drafts", "drafts"])
 def test_each_feature_as_in_stock_vllm(tiny_folder, stock, monkeypatch, tiered, drafts):
     monkeypatch.setattr(runtime, "BATCHED_ON", {"cpu"} if tiered == "at once" else set())
