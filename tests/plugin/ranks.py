@@ -1,10 +1,13 @@
 """Engines of several tensor-parallel ranks, each a process of its own, and a window into them."""
 
+import multiprocessing
 import os
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.v1.executor import multiproc_executor
 
 import oasiskv.vllm
 from oasiskv.testing.in_vllm import FaultyAssignedStore
@@ -149,6 +152,14 @@ def ranked(folder, refetch=True, settings=None, ranks=2, **engine_args):
     """
     plugin = oasiskv.vllm.engine_args(**(EXACT | (settings or {})))
     plugin["worker_cls"] = "plugin.ranks.RankWorker"
-    args = {"max_model_len": 1024} | plugin | engine_args
-    with engine(folder, tensor_parallel_size=ranks, **args) as llm, torch.inference_mode():
+    args = {"max_model_len": 1024, "tensor_parallel_size": ranks} | plugin | engine_args
+    # On the CPU each worker of vLLM imports all of vLLM again; these find it imported. This process
+    # cannot be forked itself, for its threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with (
+        mock.patch.object(multiproc_executor, "get_mp_context", return_value=context),
+        engine(folder, **args) as llm,
+        torch.inference_mode(),
+    ):
         yield RankProbe(llm, refetch)
