@@ -192,13 +192,14 @@ def test_one_kv_head_is_in_both_ranks(tmp_path_factory):
 
 def test_when_one_rank_is_killed_the_engine_ends_and_leaves_nothing(tiny_folder):
     before = ownerless()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
+    }
     command = [sys.executable, str(TESTS / "plugin" / "endless.py"), str(tiny_folder), "2"]
     with generating(command, environment) as front_end:
         workers = [
-            process
-            for process, line in processes(front_end.pid).items()
-            if "multiprocessing.spawn" in line or "VLLM::Worker" in line
+            process for process, line in processes(front_end.pid).items() if "VLLM::Worker" in line
         ]
         assert len(workers) == 2, processes(front_end.pid)
         os.kill(workers[1], signal.SIGKILL)
