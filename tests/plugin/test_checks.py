@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 import oasiskv.vllm
-from oasiskv.errors import ConfigError
+from oasiskv.errors import ConfigError, StateError
 from oasiskv.vllm import checks, compat
 from oasiskv.vllm.backend import OasisTorchImpl
 from oasiskv.vllm.plan import MemoryPlan
@@ -213,6 +213,43 @@ def test_l1330_a_host_store_smaller_than_one_request():
     assert "host_gib to at least 0.0040" in message
     assert "max_model_len to at most 4095" in message
     checks.check_sizes(replace(PLAN, store_blocks=255, longest_tokens=4095))
+
+
+def test_the_host_store_is_shared_out_among_workers():
+    message = refused(checks.check_sizes, replace(PLAN, store_blocks=255, workers=3))
+    # Three times 4 MiB: 0.01171875 GiB.
+    assert "host_gib to at least 0.0118" in message
+
+
+def test_a_host_store_larger_than_the_memory(vllm_config, monkeypatch):
+    monkeypatch.setattr(checks, "available_bytes", lambda: 2**30 - 1)
+    checks.check_host_memory(2**30 - 1, vllm_config)
+    message = refused(checks.check_host_memory, 2**30, vllm_config)
+    assert "this machine's workers (1) needs 1.0000 GiB" in message
+    # Each takes its part of the same memory.
+    vllm_config.parallel_config.distributed_executor_backend = "mp"
+    vllm_config.parallel_config.world_size = 2
+    checks.check_host_memory(2**29 - 1, vllm_config)
+    message = refused(checks.check_host_memory, 2**29, vllm_config)
+    assert "this machine's workers (2) needs 1.0000 GiB" in message
+    assert "lower host_gib" in message
+
+
+def test_an_acknowledgement_of_some_workers_only(vllm_config):
+    checks.check_workers(1, vllm_config)
+    vllm_config.parallel_config.tensor_parallel_size = 2
+    checks.check_workers(2, vllm_config)
+    with pytest.raises(StateError, match="1 of 2 workers acknowledged"):
+        checks.check_workers(1, vllm_config)
+
+
+def test_a_scheduler_a_rank(vllm_config):
+    vllm_config.parallel_config.distributed_executor_backend = "external_launcher"
+    checks.check_engine(vllm_config)
+    vllm_config.parallel_config.tensor_parallel_size = 2
+    message = refused(checks.check_engine, vllm_config)
+    assert "distributed_executor_backend=external_launcher" in message
+    assert "to mp" in message
 
 
 def test_v39734_a_pool_smaller_than_one_request_and_its_slots():

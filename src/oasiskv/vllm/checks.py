@@ -6,7 +6,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from oasiskv.config import BLOCK_TOKENS
-from oasiskv.errors import ConfigError
+from oasiskv.errors import ConfigError, StateError
+from oasiskv.stores.machine import available_bytes
 from oasiskv.vllm.compat import DISABLE, TESTED, installed_version, is_draft_layer
 from oasiskv.vllm.plan import GIB, NULL_BLOCKS, MemoryPlan
 from oasiskv.vllm.settings import CONNECTOR, WORKERS, config_of
@@ -62,6 +63,13 @@ def check_engine(vllm_config: VllmConfig) -> None:
         "prefill_context_parallel_size",
     ):
         _refuse(name, getattr(parallel, name) != 1, getattr(parallel, name), "set it to 1")
+    executor = parallel.distributed_executor_backend
+    _refuse(
+        "distributed_executor_backend",
+        executor == "external_launcher" and parallel.tensor_parallel_size != 1,
+        executor,
+        "with tensor_parallel_size above 1 set it to mp, so that one scheduler hears all workers",
+    )
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     _refuse("kv_load_failure_policy", policy != "fail", policy, "set it to fail")
     scheduler = vllm_config.scheduler_config
@@ -161,6 +169,45 @@ def check_layers(
             )
 
 
+def check_workers(acknowledged: int, vllm_config: VllmConfig) -> None:
+    """What only some workers have stored must not leave HBM.
+
+    Args:
+        acknowledged: workers that acknowledged a step together.
+        vllm_config: vLLM's configuration.
+
+    Raises:
+        StateError: it was not all of them.
+    """
+    workers = vllm_config.parallel_config.tensor_parallel_size
+    if acknowledged != workers:
+        raise StateError(f"{acknowledged} of {workers} workers acknowledged a step")
+
+
+def check_host_memory(nbytes: int, vllm_config: VllmConfig) -> None:
+    """Refuse a host store that this machine has no memory for.
+
+    All workers ask before any makes its part: later, each would see room that another is taking.
+
+    Args:
+        nbytes: of one worker's store.
+        vllm_config: vLLM's configuration.
+
+    Raises:
+        ConfigError: there is less.
+    """
+    parallel = vllm_config.parallel_config
+    # Of other executors it is not known which workers share a machine.
+    together = parallel.local_world_size if parallel.distributed_executor_backend == "mp" else 1
+    available = available_bytes()
+    if nbytes * together > available:
+        raise ConfigError(
+            f"host_gib is too large: the host store of this machine's workers ({together}) needs "
+            f"{_gib(nbytes * together)} GiB, and {available / GIB:.4f} GiB of memory are "
+            "available; lower host_gib, or raise the container's memory"
+        )
+
+
 def check_digests(available: int, digests: int, store_blocks: int) -> None:
     """Refuse digests that leave no KV memory.
 
@@ -188,11 +235,12 @@ def check_sizes(plan: MemoryPlan) -> None:
         ConfigError: naming the least store or pool, or the longest request that fits.
     """
     size = plan.block_tokens
+    least = plan.stored_blocks * plan.block_bytes * plan.workers
     if plan.goes_sparse and plan.store_blocks < plan.stored_blocks:
         raise ConfigError(
             f"host_gib is too small: the host store holds {plan.store_blocks * size} tokens and a "
             f"request of max_model_len={plan.longest_tokens} needs {plan.stored_blocks * size}; "
-            f"set host_gib to at least {_gib(plan.stored_blocks * plan.block_bytes)} or "
+            f"set host_gib to at least {_gib(least)} or "
             f"max_model_len to at most {(plan.store_blocks + 1) * size - 1}"
         )
     if plan.pool_blocks < plan.needed_pool_blocks:

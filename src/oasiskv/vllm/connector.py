@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from oasiskv.config import OasisConfig
 from oasiskv.errors import ConfigError
 from oasiskv.stores.prefix import PrefixBlocks
-from oasiskv.vllm.checks import check_engine, check_sizes, check_worker
+from oasiskv.vllm.checks import check_engine, check_sizes, check_worker, check_workers
 from oasiskv.vllm.compat import disabled
 from oasiskv.vllm.logs import log_start
 from oasiskv.vllm.messages import OasisAck, OasisMetadata, RequestMessage
@@ -155,6 +155,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         """Workers have acknowledged: the blocks between sink and window may go."""
         ack = connector_output.kv_connector_worker_meta
         if isinstance(ack, OasisAck):
+            check_workers(ack.workers, self._vllm)
             self._state.take_in_flight(ack.in_flight)
             self._state.unpublish(ack.damaged)
             for name, stored in ack.stored.items():

@@ -36,6 +36,7 @@ class MemoryPlan:
         sink_blocks: blocks of the sink.
         hot_blocks: S, slots of a sparse request.
         window_blocks: closed blocks of the window.
+        workers: of the engine; each has tiers of these sizes.
     """
 
     pool_blocks: int
@@ -49,6 +50,7 @@ class MemoryPlan:
     sink_blocks: int
     hot_blocks: int
     window_blocks: int
+    workers: int = 1
 
     @property
     def dense_blocks(self) -> int:
@@ -115,9 +117,10 @@ def plan_of(vllm_config: VllmConfig, config: OasisConfig, cache: KVCacheConfig) 
         ConfigError: the layers are not what OasisKV supports, or ``host_gib`` is missing.
     """
     spec = next(iter(sparse_specs(cache).values()))
+    workers = vllm_config.parallel_config.tensor_parallel_size
     return MemoryPlan(
         pool_blocks=cache.num_blocks,
-        store_blocks=store_capacity_blocks(config, spec.block_bytes),
+        store_blocks=store_capacity_blocks(config, spec.block_bytes, workers),
         block_bytes=spec.block_bytes,
         digest_bytes=spec.digest_bytes,
         digests_in_pool=vllm_config.cache_config.num_gpu_blocks_override is None,
@@ -127,4 +130,5 @@ def plan_of(vllm_config: VllmConfig, config: OasisConfig, cache: KVCacheConfig) 
         sink_blocks=config.sink_blocks,
         hot_blocks=config.hot_blocks,
         window_blocks=config.window_blocks,
+        workers=workers,
     )

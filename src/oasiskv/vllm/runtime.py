@@ -87,7 +87,8 @@ class Runtime:
     ) -> None:
         self.config = config
         models = models_of(vllm_config, sparse_specs(cache))
-        capacity = store_capacity_blocks(config, block_bytes(models))
+        workers = vllm_config.parallel_config.tensor_parallel_size
+        capacity = store_capacity_blocks(config, block_bytes(models), workers)
         limits = batch_limits(vllm_config)
         graph_tokens = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.models: list[SparseLayers | BatchLayers] = []

@@ -108,11 +108,11 @@ def digest_row_bytes(config: OasisConfig, geometry: KVGeometry) -> int:
     return one.row_bytes
 
 
-def store_capacity_blocks(config: OasisConfig, size: int) -> int:
-    """Blocks of ``size`` bytes that the host store of one worker holds."""
+def store_capacity_blocks(config: OasisConfig, size: int, workers: int) -> int:
+    """Blocks of ``size`` bytes that the host store of one of ``workers`` workers holds."""
     if config.host_gib is None:
         raise ConfigError("host_gib is not set: give the size of the host store, GiB")
-    return int(config.host_gib * 2**30) // size
+    return int(config.host_gib * 2**30) // (size * workers)
 
 
 def _geometry(specs: Mapping[str, FullAttentionSpec], query_heads: int) -> KVGeometry:

@@ -11,7 +11,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from oasiskv.drafts.lookahead import LookaheadMode
-from oasiskv.vllm.checks import check_digests, check_engine, check_layers, check_process
+from oasiskv.vllm.checks import (
+    check_digests,
+    check_engine,
+    check_host_memory,
+    check_layers,
+    check_process,
+)
 from oasiskv.vllm.compat import disabled
 from oasiskv.vllm.runtime import current_runtime, tiers_at_once
 from oasiskv.vllm.sampler import HeldBackSampler
@@ -67,7 +73,9 @@ class OasisGPUWorker(Worker):
                 limits.state_bytes(m.geometry, config) + limits.scratch_bytes(m.geometry)
                 for m in self._models
             )
-        blocks = store_capacity_blocks(config, block_bytes(self._models))
+        size = block_bytes(self._models)
+        blocks = store_capacity_blocks(config, size, self.parallel_config.tensor_parallel_size)
+        check_host_memory(blocks * size, self.vllm_config)
         digests = blocks * digest_bytes(config, self._models)
         check_digests(available, digests, blocks)
         return available - digests
