@@ -204,7 +204,7 @@ def test_tiers_that_just_hold_one_request_are_accepted():
     checks.check_sizes(replace(PLAN, pool_blocks=257, store_blocks=0, threshold_tokens=4096))
 
 
-def test_a_host_store_smaller_than_one_request():
+def test_l1330_a_host_store_smaller_than_one_request():
     message = refused(checks.check_sizes, replace(PLAN, store_blocks=255))
     # 256 blocks of 16 KiB are 4 MiB: 0.00390625 GiB, rounded up.
     assert "host_gib to at least 0.0040" in message
@@ -212,7 +212,7 @@ def test_a_host_store_smaller_than_one_request():
     checks.check_sizes(replace(PLAN, store_blocks=255, longest_tokens=4095))
 
 
-def test_a_pool_smaller_than_one_request_and_its_slots():
+def test_v39734_a_pool_smaller_than_one_request_and_its_slots():
     message = refused(checks.check_sizes, replace(PLAN, pool_blocks=264))
     assert "264 blocks" in message
     assert "num_gpu_blocks_override: 265" in message

@@ -40,7 +40,7 @@ class TestEnds:
         ("when", "steps"),
         [("waiting", 0), ("prefill", 2), ("transition", 4), ("decode", 9)],
     )
-    def test_abort(self, probe, model, when, steps, times):
+    def test_v49118_abort(self, probe, model, when, steps, times):
         driver = Driver(probe)
         # Of its own, so that vLLM's prefix cache does not shorten the prefill.
         prompt = prompt_of(200, seed=10 * steps + times)

@@ -123,7 +123,7 @@ class TestEachEngine:
         if most > 1:
             assert sum(accepted for _, accepted in seen) > len(seen)
 
-    def test_many_equal_requests_at_once(self, probe, expected):
+    def test_v31210_64_equal_requests_at_once(self, probe, expected):
         outputs = assert_right(probe, expected, [RESIDUES[11]] * 64, new=6)
         assert all(tokens == outputs[0] for tokens in outputs)
 

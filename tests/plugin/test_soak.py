@@ -3,6 +3,7 @@
 By default a small one; all of it with ``-m soak``.
 """
 
+import logging
 import random
 
 import pytest
@@ -15,6 +16,7 @@ from plugin.leftovers import own, ownerless
 from plugin.probe import NGRAM, is_greedy, probed
 from tiny import prompt_of
 
+log = logging.getLogger(__name__)
 CHECKED = 10
 """One in so many has its tokens checked."""
 
@@ -48,6 +50,14 @@ class Soak:
             driver.abort(name)
             self.aborted.add(name)
 
+    def preempt(self):
+        """One that runs, whatever it has under way."""
+        running = {request.request_id for request in self.driver.probe.scheduler.running}
+        requests = self.driver.requests.items()
+        names = sorted(name for name, request in requests if request.request_id in running)
+        if names:
+            self.driver.preempt(self.draw.choice(names))
+
     def forget(self):
         """Prefixes are looked for in the store from here on, but for those that somebody uses."""
         pool = self.driver.probe.pool
@@ -56,6 +66,8 @@ class Soak:
     def step(self):
         if self.draw.random() < 0.15:
             self.abort()
+        if self.draw.random() < 0.1:
+            self.preempt()
         if self.draw.random() < 0.3:
             self.forget()
         if self.rotting is not None and self.draw.random() < 0.2:
@@ -115,9 +127,10 @@ def test_soak(tiny_folder, model, count, damage):
         pass
     before = ownerless(), own()
     preempted, aborted, failed, held = soak(tiny_folder, model, count, count, damage)
+    log.info("%d preempted, %d aborted, %d failed, %d held", preempted, aborted, failed, held)
     assert aborted > count // 20
+    assert preempted > count // 20
     if count > 100:
-        assert preempted > 0
         assert held > 0
         assert (failed > 0) == damage
     assert ownerless() <= before[0]
