@@ -13,7 +13,7 @@ from oasiskv.core.batch_traffic import BatchTraffic, OverrunClock
 from oasiskv.vllm.store import AssignedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from oasiskv.config import OasisConfig
     from oasiskv.core.kept import KeptSlots
@@ -154,6 +154,10 @@ class BatchLayers:
         """Of all requests so far; what the device counts may be some steps old."""
         return self._traffic.total()
 
+    def count_step(self, sparse: Collection[str]) -> None:
+        """These have selected; called on the stream on which they did."""
+        self._traffic.add_step(self.requests[name] for name in sparse)
+
     def take_waits(self) -> list[float]:
         """Seconds that transfers ran on into a forward, of the steps measured since."""
         return self._clock.take()
@@ -261,12 +265,12 @@ class BatchLayers:
         wanted: list[torch.Tensor] = []
         if self._aside is None:
             self._run(batch, wanted if observed else None)
-            self._traffic.add_step(self.requests[name] for name in sparse)
+            self.count_step(sparse)
         else:
             self._wait_forward(self._aside)
             with torch.cuda.stream(self._aside):
                 self._run(batch, wanted if observed else None)
-                self._traffic.add_step(self.requests[name] for name in sparse)
+                self.count_step(sparse)
                 if sparse:
                     self._clock.transfers_end()
             if observed:
