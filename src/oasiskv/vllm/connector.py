@@ -21,9 +21,11 @@ from oasiskv.vllm.compat import disabled
 from oasiskv.vllm.logs import log_start
 from oasiskv.vllm.messages import OasisAck, OasisMetadata, RequestMessage
 from oasiskv.vllm.plan import plan_of
+from oasiskv.vllm.prom import OasisPromMetrics
 from oasiskv.vllm.runtime import Runtime, install_runtime, uninstall_runtime
 from oasiskv.vllm.scheduling import ScheduledRequest, SchedulerState, state_of
 from oasiskv.vllm.settings import config_of
+from oasiskv.vllm.stats import OasisStats, build_stats, scheduler_stats
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -111,7 +113,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         most = (request.num_tokens - 1) // size
         if state.store_blocks:
             state.matched = state.store_blocks[:most]
-        elif self._state.shares and not request.skip_reading_prefix_cache:
+        elif self._looks_up(request):
             state.matched = self._state.store.match(request.block_hashes[:most])
         return max(0, len(state.matched) * size - num_computed_tokens), False
 
@@ -122,12 +124,17 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         state = self._state.requests.get(request.request_id)
         if self._inert or state is None or self._state.store is None:
             return
+        size = self._vllm.cache_config.block_size
+        counts = self._state.counts
         if not state.store_blocks:
+            if self._looks_up(request):
+                counts["prefix_queried_blocks"] += (request.num_tokens - 1) // size
+                counts["prefix_hit_blocks"] += len(state.matched)
             self._state.store.take(state.matched)
             state.store_blocks = list(state.matched)
         state.known = len(state.store_blocks)
         ids = blocks.get_block_ids()[0]
-        loaded = num_external_tokens // self._vllm.cache_config.block_size
+        loaded = num_external_tokens // size
         end = len(state.matched)
         # Of a sparse request what lies between sink and window does not come back to HBM.
         state.loads = [
@@ -135,7 +142,12 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             for i in range(end - loaded, end)
             if ids[i] != self._pool.null_block.block_id
         ]
+        counts["loaded_blocks"] += len(state.loads)
         state.matched = []
+
+    def _looks_up(self, request: Request) -> bool:
+        """Whether a new request looks for blocks of others in the store."""
+        return self._state.shares and not request.skip_reading_prefix_cache
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Store blocks for what may close in this step, and slots that are new."""
@@ -144,6 +156,8 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         self._state.forget_ending()
         self._return_slots()
         messages = {}
+        scheduled = map(self._state.requests.__getitem__, scheduler_output.num_scheduled_tokens)
+        self._state.counts["sparse_steps"] += any(state.window_start for state in scheduled)
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             state = self._state.requests[name]
             if state.promised and self._state.store is not None:
@@ -194,6 +208,31 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         state.announced = True
         resumed, state.resume_start = state.resume_start, 0
         return RequestMessage(list(state.store_blocks), slots, state.known, state.loads, resumed)
+
+    def get_kv_connector_stats(self) -> OasisStats | None:
+        """What the scheduler side counted in this step; a worker's come with what it samples."""
+        if self._inert or self.role is not KVConnectorRole.SCHEDULER:
+            return None
+        size = self._vllm.cache_config.block_size
+        return scheduler_stats(self._state, self._config.sink_blocks, size)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OasisStats:
+        """Stats again from what was sent between processes."""
+        return build_stats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OasisPromMetrics | None:
+        """The metrics in vLLM's registry; none if OASISKV_DISABLE=1."""
+        if disabled():
+            return None
+        return OasisPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Worker side.
 

@@ -76,9 +76,17 @@ class OasisManager(FullAttentionManager):
             needed -= self._get_num_evictable_blocks(hits[sink:start])
             needed -= max(0, start - max(sink, len(hits)))
         needed = self._needed(state, num_tokens, needed)
-        if not self._state.admitted and needed > self.block_pool.get_num_free_blocks():
-            self._state.check_held()
+        waits = request_id not in self._state.admitted
+        if waits and needed > self.block_pool.get_num_free_blocks():
+            self._state.counts[f"refusals.{self._refused_for(state)}"] += 1
+            if not self._state.admitted:
+                self._state.check_held()
         return needed
+
+    def _refused_for(self, state: ScheduledRequest) -> str:
+        if state.request.request_id in self._state.held:
+            return "late"
+        return "pool" if self._store_has_room(state) else "store"
 
     def _needed(self, state: ScheduledRequest, num_tokens: int, needed: int) -> int:
         """``needed`` blocks and those that must be free beside them."""

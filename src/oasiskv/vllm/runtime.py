@@ -14,6 +14,7 @@ from oasiskv.vllm.layers import SparseLayers, StepTokens
 from oasiskv.vllm.messages import OasisAck, OasisMetadata
 from oasiskv.vllm.settings import batch_limits
 from oasiskv.vllm.shapes import block_bytes, models_of, sparse_specs, store_capacity_blocks
+from oasiskv.vllm.stats import WorkerMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,6 +73,7 @@ class Runtime:
 
     Attributes:
         models: the target's sparse layers, then the draft model's, if there is one.
+        meter: what they did, for the metrics.
         runner: vLLM's model runner; set by the worker.
         before_step: called with the runtime before each forward, when all transfers are complete;
             tests disturb the hot set here.
@@ -99,6 +101,7 @@ class Runtime:
                 self.models.append(BatchLayers(*common, self.computed_before, limits, graph_tokens))
             else:
                 self.models.append(SparseLayers(*common))
+        self.meter = WorkerMeter(self.models, vllm_config.parallel_config.rank)
         self._model_of = {name: model for model in self.models for name in model.index}
         self.runner: GPUModelRunner | None = None
         self.before_step: Callable[[Runtime], None] | None = None

@@ -1,6 +1,7 @@
 """What the scheduler side knows of each request, for KV-cache manager and connector alike."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -104,6 +105,7 @@ class SchedulerState:
         shares: requests find blocks of others in the store.
         decode_tokens: most tokens of a decoding request in one step, drafts included.
         batch_tokens: most tokens of all requests in one step.
+        counts: what happened since it was last reported, by key of the metrics' catalogue.
     """
 
     def __init__(self) -> None:
@@ -123,6 +125,7 @@ class SchedulerState:
         self.shares = False
         self.decode_tokens = 1
         self.batch_tokens = 1
+        self.counts: Counter[str] = Counter()
 
     def admit(self, request_id: str, store_blocks: int, past_tokens: int) -> None:
         """It has got its first blocks.
@@ -172,6 +175,7 @@ class SchedulerState:
         state.stored = stored
         if window_start is not None and state.closed_dense is None:
             state.closed_dense = stored
+            self.counts["transitions"] += 1
         # What a failed request has stored may be wrong.
         failed = state.request.status is RequestStatus.FINISHED_ERROR
         hashes = state.request.block_hashes if self.shares and not failed else []

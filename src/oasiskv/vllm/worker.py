@@ -101,6 +101,8 @@ class OasisGPUWorker(Worker):
         """Sampled tokens, and with them what the tiers have acknowledged."""
         output: ModelRunnerOutput = super().sample_tokens(grammar_output)
         if not self._inert and output.kv_connector_output is not None:
-            ack = current_runtime().after_step(output)
+            runtime = current_runtime()
+            ack = runtime.after_step(output)
             output.kv_connector_output.kv_connector_worker_meta = ack
+            output.kv_connector_output.kv_connector_stats = runtime.meter.take()
         return output
