@@ -22,11 +22,11 @@ class Driver:
         self.prompts, self.done, self.requests, self.found = {}, {}, {}, {}
         self.failed = set()
 
-    def add(self, name, prompt, new, priority=0):
+    def add(self, name, prompt, new, **settings):
         sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
         self.prompts[name] = prompt
         known = set(self.probe.scheduler.requests)
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling, priority=priority)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling, **settings)
         [internal] = set(self.probe.scheduler.requests) - known
         self.requests[name] = self.probe.scheduler.requests[internal]
 

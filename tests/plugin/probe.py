@@ -10,6 +10,7 @@ from oasiskv.testing.batch_refetch import BatchRefetch
 from oasiskv.testing.refetch import ForcedRefetch
 from oasiskv.vllm.batch_layers import BatchLayers
 from oasiskv.vllm.layers import SparseLayers
+from oasiskv.vllm.manager import OasisManager
 from oasiskv.vllm.runtime import current_runtime
 from oasiskv.vllm.scheduling import state_of
 from plugin.engines import engine
@@ -55,7 +56,8 @@ class SchedulerProbe:
         self.core = llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        [self.manager] = [one for one in managers if isinstance(one, OasisManager)]
         self.state = state_of(self.pool)
         self.given_back = Counter()
         self.sparse = set()

@@ -6,18 +6,30 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 import oasiskv.vllm
+from oasiskv.config import OasisConfig
+from oasiskv.core.geometry import KVGeometry
 from oasiskv.errors import ConfigError, StateError
 from oasiskv.vllm import checks, compat
 from oasiskv.vllm.backend import OasisTorchImpl
 from oasiskv.vllm.plan import MemoryPlan
-from oasiskv.vllm.shapes import models_of
+from oasiskv.vllm.shapes import ModelLayers, models_of, sparse_group
+from oasiskv.vllm.spec import OasisSpec
 from plugin.engines import DEFAULTS, engine, greedy, make_llm
 from tiny import prompt_of
+from tiny_folder import save_tokenizer
 
 SETTINGS = {
     "threshold_tokens": 0,
@@ -64,6 +76,8 @@ def test_what_engine_args_gives_is_not_refused(vllm_config):
         ("parallel_config", "prefill_context_parallel_size", 2, "set it to 1"),
         ("scheduler_config", "async_scheduling", True, "set it to False"),
         ("cache_config", "block_size", 32, "set it to 16"),
+        ("cache_config", "cache_dtype", "fp8", "set it to auto"),
+        ("cache_config", "cache_dtype", "bfloat16", "set it to auto"),
         ("kv_transfer_config", "kv_load_failure_policy", "recompute", "set it to fail"),
     ],
 )
@@ -72,7 +86,7 @@ def test_settings_of_vllm(vllm_config, part, name, value, legal):
     assert hasattr(holder, name)
     setattr(holder, name, value)
     message = refused(checks.check_engine, vllm_config)
-    assert f"{name}={value} " in message
+    assert f"{name.replace('cache_dtype', 'kv_cache_dtype')}={value} " in message
     assert legal in message
 
 
@@ -101,6 +115,53 @@ def test_speculative_methods(tiny_folder, vllm_config, method):
 def test_multi_latent_attention(vllm_config, monkeypatch):
     monkeypatch.setattr(type(vllm_config.model_config), "use_mla", property(lambda self: True))
     assert "multi-latent attention" in refused(checks.check_engine, vllm_config)
+
+
+def test_multi_modal_models(tmp_path):
+    """As vLLM sees a model of text and audio: nothing of it is loaded."""
+    folder = save_tokenizer(tmp_path)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    text = sizes | {"model_type": "qwen2", "num_key_value_heads": 2}
+    model = AutoConfig.for_model("qwen2_audio", text_config=text)
+    model.architectures = ["Qwen2AudioForConditionalGeneration"]
+    model.save_pretrained(folder)
+    args = plugin_args()
+    del args["disable_log_stats"]
+    config = EngineArgs(model=str(folder), **args).create_engine_config()
+    message = refused(checks.check_engine, config)
+    assert f"model={folder}, which is multi-modal, is not supported" in message
+    assert "use a model of text alone" in message
+
+
+def test_a_checkpoint_of_quantized_kv(vllm_config):
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.uint8)
+    message = refused(models_of, vllm_config, {"model.layers.0": spec})
+    assert "kv_cache_dtype: the model's KV is of torch.uint8" in message
+    assert "set it to the dtype of the model" in message
+
+
+def test_layers_of_other_kinds(vllm_config):
+    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    state = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
+    specs = {"a": full, "b": state}
+    message = refused(checks.check_layers, vllm_config, specs, {"a": full})
+    assert f"model={vllm_config.model_config.model} with layer b (MambaSpec)" in message
+    assert "use a model of full attention and sliding windows alone" in message
+
+
+def test_blocks_of_another_size_for_the_sake_of_other_layers():
+    """vLLM lets blocks grow where the KV of a token differs between the layers of a model."""
+    sizes = {"num_kv_heads": 2, "dtype": torch.float32}
+    full = FullAttentionSpec(block_size=16, head_size=32, **sizes)
+    settings = OasisConfig(**SETTINGS)
+    spec = OasisSpec.of(full, settings, (ModelLayers(("a",), KVGeometry(1, 2, 4, 32), False),))
+    window = SlidingWindowSpec(block_size=16, head_size=64, sliding_window=64, **sizes)
+    unified = unify_kv_cache_spec_page_size({"a": spec, "b": window})
+    groups = [KVCacheGroupSpec([name], one) for name, one in unified.items()]
+    cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+    message = refused(sparse_group, cache)
+    assert "vLLM gives layer a blocks of 32 tokens" in message
+    assert "blocks of 16 tokens without padding are needed" in message
 
 
 def test_the_second_model_runner(vllm_config, monkeypatch):
@@ -199,6 +260,7 @@ PLAN = MemoryPlan(
     sink_blocks=1,
     hot_blocks=8,
     window_blocks=1,
+    pool_block_bytes=BLOCK_BYTES,
 )
 
 
@@ -283,6 +345,11 @@ def test_a_start_without_our_connector(tiny_folder):
     args = plugin_args()
     message = refused_start(tiny_folder, **(args | {"kv_transfer_config": None}))
     assert "set kv_connector to OasisConnector" in message
+
+
+def test_a_start_with_a_quantized_kv_cache(tiny_folder):
+    message = refused_start(tiny_folder, **(plugin_args() | {"kv_cache_dtype": "fp8"}))
+    assert "kv_cache_dtype=fp8 is not supported by OasisKV: set it to auto" in message
 
 
 def test_a_second_engine_in_the_process(tiny_folder):

@@ -73,6 +73,7 @@ class BatchLayers:
         self.geometry = layers.geometry
         self.caches = list(caches)
         self.index = {name: index for index, name in enumerate(layers.names)}
+        self._memory_of = dict(self.index)
         self.store = AssignedStore(self.geometry, capacity_blocks)
         device = self.caches[0].device
         # External: recorded within one graph, waited for within another or outside.
@@ -191,8 +192,22 @@ class BatchLayers:
 
     def wait(self, layer_name: str) -> None:
         """A layer is about to write its KV: what runs aside must be done with its tensors."""
-        if self._done:
-            torch.cuda.current_stream().wait_event(self._done[self.index[layer_name]])
+        layer = self._memory_of.get(layer_name)
+        if self._done and layer is not None:
+            torch.cuda.current_stream().wait_event(self._done[layer])
+
+    def share_with(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Let layers of other groups, whose blocks lie in the memory of ours, wait as ours do.
+
+        Args:
+            kv_caches: vLLM's KV tensor of each layer of the model.
+        """
+        starts = {cache.data_ptr(): layer for layer, cache in enumerate(self.caches)}
+        self._memory_of = {
+            name: starts[cache.data_ptr()]
+            for name, cache in kv_caches.items()
+            if cache.data_ptr() in starts
+        }
 
     def before_attention(
         self, layer_name: str, name: str, query: torch.Tensor, most_drafts: int

@@ -96,6 +96,15 @@ def check_engine(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     _refuse(
         "model",
+        model.is_multimodal_model,
+        f"{model.model}, which is multi-modal,",
+        f"use a model of text alone, or set {DISABLE}=1 to run without OasisKV",
+    )
+    dtype = vllm_config.cache_config.cache_dtype
+    own = str(model.dtype).removeprefix("torch.")
+    _refuse("kv_cache_dtype", dtype not in ("auto", own), dtype, "set it to auto")
+    _refuse(
+        "model",
         model.use_mla,
         f"{model.model} with multi-latent attention",
         "use a model with full attention",
@@ -145,7 +154,7 @@ def check_layers(
     specs: Mapping[str, KVCacheSpec],
     sparse: Mapping[str, KVCacheSpec],
 ) -> None:
-    """Refuse models of which nothing can go sparse.
+    """Refuse models of which nothing can go sparse, or with layers that were not tried beside it.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -153,8 +162,11 @@ def check_layers(
         sparse: those of layers with full attention.
 
     Raises:
-        ConfigError: the target, or its draft model, has a layer and none with full attention.
+        ConfigError: the target, or its draft model, has a layer and none with full attention; or
+            one with something else than full attention or a sliding window.
     """
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
     speculative = vllm_config.speculative_config
     models = {False: ("model", vllm_config.model_config.model)}
     if speculative is not None and speculative.method == "draft_model":
@@ -167,6 +179,21 @@ def check_layers(
                 f"{', '.join(sorted(kinds)) or 'none'}), so nothing can go sparse: use a model "
                 f"with full attention, or set {DISABLE}=1 to run without OasisKV"
             )
+    beside = {name: type(spec) for name, spec in specs.items() if name not in sparse}
+    for name, kind in beside.items():
+        _refuse(
+            "model",
+            kind is not SlidingWindowSpec,
+            f"{vllm_config.model_config.model} with layer {name} ({kind.__name__})",
+            "use a model of full attention and sliding windows alone, or set "
+            f"{DISABLE}=1 to run without OasisKV",
+        )
+    _refuse(
+        "disable_hybrid_kv_cache_manager",
+        bool(beside) and bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
+        f"True for {vllm_config.model_config.model}, which has sliding windows,",
+        "leave it out",
+    )
 
 
 def check_workers(acknowledged: int, vllm_config: VllmConfig) -> None:

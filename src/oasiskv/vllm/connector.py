@@ -17,14 +17,14 @@ from oasiskv.config import OasisConfig
 from oasiskv.errors import ConfigError
 from oasiskv.stores.prefix import PrefixBlocks
 from oasiskv.vllm.checks import check_engine, check_sizes, check_worker, check_workers
-from oasiskv.vllm.compat import disabled
 from oasiskv.vllm.logs import log_start
 from oasiskv.vllm.messages import OasisAck, OasisMetadata, RequestMessage
 from oasiskv.vllm.plan import plan_of
 from oasiskv.vllm.prom import OasisPromMetrics
 from oasiskv.vllm.runtime import Runtime, install_runtime, uninstall_runtime
 from oasiskv.vllm.scheduling import ScheduledRequest, SchedulerState, state_of
-from oasiskv.vllm.settings import config_of
+from oasiskv.vllm.settings import config_of, stays_dense
+from oasiskv.vllm.shapes import sparse_group
 from oasiskv.vllm.stats import OasisStats, build_stats, scheduler_stats
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class OasisConnector(KVConnectorBase_V1, SupportsHMA):
     """One on the scheduler side, one in each worker; vLLM makes both.
 
-    Settings are those of ``OasisConfig``, in ``kv_connector_extra_config``. With OASISKV_DISABLE=1
+    Settings are those of ``OasisConfig``, in ``kv_connector_extra_config``. Where ``stays_dense``
     it does nothing.
 
     Raises:
@@ -58,7 +58,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         self._vllm = vllm_config
         self._state = SchedulerState()
         self._runtime: Runtime | None = None
-        self._inert = disabled()
+        self._inert = stays_dense(vllm_config)
         if self._inert:
             return
         check_engine(vllm_config)
@@ -70,6 +70,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._cache = kv_cache_config
         self._plan = plan_of(vllm_config, self._config, kv_cache_config)
+        self._group = sparse_group(kv_cache_config).index
         check_sizes(self._plan)
         if role is KVConnectorRole.SCHEDULER:
             log_start(self._config, self._plan)
@@ -84,7 +85,9 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool = gpu_block_pool
         self._state.lost_after_s = self._config.transfer_timeout_s
         self._state.store = PrefixBlocks(self._plan.store_blocks, self._plan.block_bytes)
-        self._state.shares = bool(self._vllm.cache_config.enable_prefix_caching)
+        self._state.restores = len(self._cache.kv_cache_groups) == 1
+        caching = bool(self._vllm.cache_config.enable_prefix_caching)
+        self._state.shares = caching and self._state.restores
         speculative = self._vllm.speculative_config
         drafts = speculative.num_speculative_tokens if speculative is not None else 0
         self._state.decode_tokens = 1 + drafts
@@ -133,7 +136,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             self._state.store.take(state.matched)
             state.store_blocks = list(state.matched)
         state.known = len(state.store_blocks)
-        ids = blocks.get_block_ids()[0]
+        ids = blocks.get_block_ids()[self._group]
         loaded = num_external_tokens // size
         end = len(state.matched)
         # Of a sparse request what lies between sink and window does not come back to HBM.
@@ -229,8 +232,8 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> OasisPromMetrics | None:
-        """The metrics in vLLM's registry; none if OASISKV_DISABLE=1."""
-        if disabled():
+        """The metrics in vLLM's registry; none where all requests stay dense."""
+        if stays_dense(vllm_config):
             return None
         return OasisPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 

@@ -102,6 +102,8 @@ class SchedulerState:
         returned: slots that vLLM's pool is to have back.
         lost_after_s: what has been held for longer is taken to be held for ever.
         store: hands out store blocks; None until the connector has made it.
+        restores: the store holds all KV of a request, so that a preempted one comes back from it.
+            Not where other layers, as of sliding windows, have KV too: there it starts again.
         shares: requests find blocks of others in the store.
         decode_tokens: most tokens of a decoding request in one step, drafts included.
         batch_tokens: most tokens of all requests in one step.
@@ -122,6 +124,7 @@ class SchedulerState:
         self.returned: list[KVCacheBlock] = []
         self.lost_after_s = 0.0
         self.store: PrefixBlocks | None = None
+        self.restores = True
         self.shares = False
         self.decode_tokens = 1
         self.batch_tokens = 1
@@ -233,6 +236,9 @@ class SchedulerState:
         for group in (self.admitted, self.may_go_sparse, self.in_transition, self.moved):
             group.pop(request_id, None)
         ended = state.request.is_finished()
+        if not self.restores:
+            state.window_start = state.stored = 0
+            state.closed_dense = None
         state.resume_start = state.resume_start or state.window_start
         if state.promised:
             self.dropped[request_id] = not ended and state.resume_start > 0

@@ -18,10 +18,9 @@ from oasiskv.vllm.checks import (
     check_layers,
     check_process,
 )
-from oasiskv.vllm.compat import disabled
 from oasiskv.vllm.runtime import current_runtime, tiers_at_once
 from oasiskv.vllm.sampler import HeldBackSampler
-from oasiskv.vllm.settings import batch_limits, config_of
+from oasiskv.vllm.settings import batch_limits, config_of, stays_dense
 from oasiskv.vllm.shapes import block_bytes, digest_bytes, models_of, store_capacity_blocks
 from oasiskv.vllm.spec import OasisSpec
 
@@ -29,14 +28,14 @@ from oasiskv.vllm.spec import OasisSpec
 class OasisGPUWorker(Worker):
     """vLLM's worker with OasisKV's runtime beside its model runner, on CUDA.
 
-    With OASISKV_DISABLE=1 it is vLLM's, and nothing else.
+    Where ``stays_dense`` it is vLLM's, and nothing else.
 
     Raises:
         ConfigError: vLLM's configuration asks for what OasisKV does not support.
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **settings: Any) -> None:  # noqa: ANN401
-        self._inert = disabled()
+        self._inert = stays_dense(vllm_config)
         if not self._inert:
             check_process()
             check_engine(vllm_config)
