@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from oasiskv.vllm.compat import replace_kernels_once
+from oasiskv.vllm.compat import let_engines_follow
 
 # Stock vLLM's CPU kernels want blocks of a multiple of 32 tokens.
 DEFAULTS: dict[str, Any] = {
@@ -25,7 +25,7 @@ DEFAULTS: dict[str, Any] = {
 
 def make_llm(folder: Path, **engine_args: Any) -> LLM:
     """An engine on the model in ``folder``; ``engine_args`` go over ``DEFAULTS``. Close it."""
-    replace_kernels_once()
+    let_engines_follow()
     return LLM(model=str(folder), **(DEFAULTS | engine_args))
 
 

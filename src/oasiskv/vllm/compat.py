@@ -2,10 +2,11 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
 
 from packaging.version import Version
 
@@ -96,20 +97,23 @@ def fits_null_block() -> bool:
     return Version(installed_version()) >= Version("0.32")
 
 
-def replace_kernels_once() -> None:
-    """Let engines follow one with n-gram drafts in this process, on the CPU.
+def let_engines_follow() -> None:
+    """Let engines start in this process after one with n-gram drafts, on the CPU.
 
-    There vLLM 0.32 puts its own kernels in the place of Triton's with each engine, and looks for
-    these among the attributes of all modules. That fails with AttributeError once numba is
-    imported, as n-gram drafts do; and what was replaced stays so.
+    There vLLM 0.32 looks for its Triton kernels among the attributes of all modules when an engine
+    starts. It takes what ``vars`` gives for a mapping, and fails with AttributeError once numba is
+    imported, as n-gram drafts do it: llvmlite has an object that answers to every name.
     """
-    from vllm.platforms import current_platform
+    if find_spec("vllm.triton_utils.dispatcher") is not None:
+        from vllm.triton_utils import dispatcher
 
-    # Of the class: an instance without it looks on among torch's names, and warns.
-    if hasattr(type(current_platform), "register_triton_kernel_overrides"):
-        replace = current_platform.register_triton_kernel_overrides
-        if not hasattr(replace, "cache_info"):
-            current_platform.register_triton_kernel_overrides = cache(replace)
+        dispatcher.vars = _attributes_of
+
+
+def _attributes_of(value: object) -> Mapping[str, Any]:
+    """``vars``, of what has any."""
+    found = vars(value)
+    return found if isinstance(found, Mapping) else {}
 
 
 @contextmanager
