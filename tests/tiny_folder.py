@@ -6,13 +6,13 @@ import string
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 ALPHABET = string.printable
 
 
-def save_tiny(folder, **settings):
-    """Save the model; ``settings`` go into its config, over the defaults."""
+def save_tiny(folder, family="llama", **settings):
+    """Save a model of ``family``; ``settings`` go into its config, over the defaults."""
     defaults = {
         "vocab_size": len(ALPHABET),
         "hidden_size": 64,
@@ -27,9 +27,14 @@ def save_tiny(folder, **settings):
         "eos_token_id": None,
         "bos_token_id": None,
     }
-    config = LlamaConfig(**(defaults | settings))
+    config = AutoConfig.for_model(family, **(defaults | settings))
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return save_tokenizer(folder)
+
+
+def save_tokenizer(folder):
+    """Save the tokenizer of one token per character."""
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(ALPHABET)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = Fuse()

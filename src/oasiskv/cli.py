@@ -1,4 +1,4 @@
-"""The command line: ``oasiskv generate | serve | models | eval | bench``."""
+"""The command line: ``oasiskv generate | serve | top | models | eval | bench``."""
 
 import json
 import sys
@@ -157,6 +157,18 @@ def serve(
     from oasiskv.vllm.serve import serve as run_server
 
     run_server(model, context.args)
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="of a server with OasisKV")] = "http://127.0.0.1:8000",
+    interval: Annotated[float, typer.Option(min=0.2, help="seconds between two looks")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="print one table and end")] = False,
+) -> None:
+    """A server's metrics at the terminal, until Ctrl-C."""
+    from oasiskv.top.command import run_top
+
+    run_top(url, interval, once, Console())
 
 
 def main() -> NoReturn:

@@ -72,7 +72,8 @@ class OasisConfig(BaseModel):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="size of the host store, GiB; None: what the requests at hand need",
+        description="size of the host store, GiB; with tensor parallelism of all ranks' together, "
+        "in equal parts; None: what the requests at hand need",
     )
     transfer_timeout_s: float = Field(
         30.0, gt=0, description="seconds after which a transfer that is waited for has failed"

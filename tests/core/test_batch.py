@@ -48,6 +48,19 @@ def test_same_choices_and_tiles(device, digest, lookahead, threshold):
             else:
                 assert torch.equal(got[name].sort(-1).values.cpu(), wanted.sort(-1).values)
                 compared += wanted.numel()
+    if device == "cuda":
+        assert len(batch.layers.take_waits()) > 50
+        # An answer may be due that is some steps old; the next one is not.
+        torch.cuda.synchronize()
+        batch.layers.traffic()
+        batch.layers.count_step(())
+        torch.cuda.synchronize()
+    counted, expected = batch.layers.traffic(), single.layers.traffic()
+    assert expected.compared_tiles > expected.agreeing_tiles > 0
+    # Nobody compares prediction and query there.
+    expected.compared_tiles = expected.agreeing_tiles = 0
+    assert counted == expected
+    assert counted.wanted_tiles > counted.missed_tiles > counted.fetched_tiles > 500
     state = batch.layers.tiering.state
     assert batch.resumed == single.resumed > 5
     assert compared > (2000 if device == "cpu" else 1000)

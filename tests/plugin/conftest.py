@@ -11,9 +11,14 @@ from tiny_folder import save_tiny
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # Several ranks may share a core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # On the CPU workers do not end when they are asked to, so that vLLM's 5 s are waited in vain.
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
 }
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]

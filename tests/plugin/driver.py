@@ -22,11 +22,11 @@ class Driver:
         self.prompts, self.done, self.requests, self.found = {}, {}, {}, {}
         self.failed = set()
 
-    def add(self, name, prompt, new, priority=0):
+    def add(self, name, prompt, new, **settings):
         sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
         self.prompts[name] = prompt
         known = set(self.probe.scheduler.requests)
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling, priority=priority)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling, **settings)
         [internal] = set(self.probe.scheduler.requests) - known
         self.requests[name] = self.probe.scheduler.requests[internal]
 
@@ -82,5 +82,4 @@ class Driver:
         # Workers hear of the last ends with the next step; one token closes no block.
         greedy(self.probe.llm, [[1]], 1)
         self.probe.assert_all_back()
-        for part in self.probe.runtime.models:
-            assert not part.digests.rows_used
+        self.probe.assert_nothing_known()

@@ -1,6 +1,6 @@
 """An engine with the plugin, its core in a process of its own, that generates until it is killed.
 
-``python endless.py <model folder>``; writes a line once requests run.
+``python endless.py <model folder> [ranks]``; writes a line once requests run.
 """
 
 import sys
@@ -14,8 +14,9 @@ from plugin.probe import EXACT
 from tiny import prompt_of
 
 
-def main(folder):
-    args = DEFAULTS | {"max_model_len": 448} | oasiskv.vllm.engine_args(**EXACT)
+def main(folder, ranks=1):
+    args = DEFAULTS | {"max_model_len": 448, "tensor_parallel_size": ranks}
+    args |= oasiskv.vllm.engine_args(**EXACT)
     engine = LLM(model=str(folder), **args).llm_engine
     sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
     started = steps = 0
@@ -32,4 +33,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -7,6 +7,8 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
+from oasiskv.vllm.compat import let_engines_follow
+
 # Stock vLLM's CPU kernels want blocks of a multiple of 32 tokens.
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -23,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
 
 def make_llm(folder: Path, **engine_args: Any) -> LLM:
     """An engine on the model in ``folder``; ``engine_args`` go over ``DEFAULTS``. Close it."""
+    let_engines_follow()
     return LLM(model=str(folder), **(DEFAULTS | engine_args))
 
 

@@ -10,6 +10,7 @@ from oasiskv.testing.batch_refetch import BatchRefetch
 from oasiskv.testing.refetch import ForcedRefetch
 from oasiskv.vllm.batch_layers import BatchLayers
 from oasiskv.vllm.layers import SparseLayers
+from oasiskv.vllm.manager import OasisManager
 from oasiskv.vllm.runtime import current_runtime
 from oasiskv.vllm.scheduling import state_of
 from plugin.engines import engine
@@ -40,53 +41,115 @@ def is_greedy(model, prompt, output, tie=1e-4):
     return bool((logits.max(-1).values - chosen < tie).all())
 
 
-class Probe:
-    """Runs before each forward: forces refetches, fills blocks that nobody owns with NaN.
+class SchedulerProbe:
+    """What the scheduler side of an engine keeps count of, which is in this process.
 
     Attributes:
         given_back: request id -> most blocks of its table that vLLM's pool had back at one time.
         sparse: ids of requests that went sparse.
-        restarted: those of them that were dense again later.
         in_use: most blocks of the pool in use at one time.
         steps: forwards seen.
-        fill: what blocks that nobody owns are filled with.
     """
 
-    def __init__(self, llm, refetch=True):
+    def __init__(self, llm):
         self.llm = llm
         self.core = llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        [self.manager] = [one for one in managers if isinstance(one, OasisManager)]
         self.state = state_of(self.pool)
-        self.runtime = current_runtime()
-        batched = isinstance(self.runtime.target, BatchLayers)
-        self.refetch = BatchRefetch(1) if batched else ForcedRefetch(1)
-        self.forced = refetch
-        self.fill = float("nan")
         self.given_back = Counter()
-        self.sparse, self.restarted = set(), set()
+        self.sparse = set()
         self.in_use = self.steps = 0
-        self._blank = set()
-        self.runtime.before_step = self
 
-    def __call__(self, runtime):
+    def watch(self):
+        """Look at the blocks of a step that is scheduled; returns those that nobody owns."""
         self.steps += 1
         self.assert_counted()
         self.in_use = max(self.in_use, self.used)
         for name, blocks in list(self.manager.req_to_blocks.items()):
             nulls = sum(block.is_null for block in blocks)
             self.given_back[name] = max(self.given_back[name], nulls)
-        target = runtime.target
-        dense = {name for name in target.requests if target.window_start(name) is None}
-        self.restarted |= self.sparse & dense
-        self.sparse |= target.requests.keys() - dense
         # What vLLM's prefix cache still offers must keep its content.
-        unowned = {
+        return {
             block.block_id
             for block in self.pool.blocks
             if not block.ref_cnt and not block.is_null and block.block_hash is None
         }
+
+    @property
+    def used(self):
+        """Blocks of the pool that are not free, the null block apart."""
+        return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
+
+    def sparse_now(self):
+        """Ids of requests that are sparse in the workers."""
+        raise NotImplementedError
+
+    def assert_counted(self):
+        """What the scheduler side keeps count of is what a walk over all requests finds."""
+        state, tables = self.state, self.manager.req_to_blocks
+        assert state.admitted == {name: state.requests[name] for name in tables}
+        assert not state.ending
+        known = [*state.requests.values(), *state.held.values()]
+        assert state.promised == sum(request.promised for request in known)
+        assert state.may_go_sparse == {
+            name: request
+            for name, request in state.requests.items()
+            if name in state.admitted
+            and request.promised
+            and not request.hot
+            and request.most_tokens > self.manager._past_tokens
+        }
+        sparse = self.sparse_now()
+        assert state.in_transition == {
+            name: request
+            for name, request in state.requests.items()
+            if request.hot and name not in sparse
+        }
+        # Of this step's schedule, which has given back what was due.
+        assert not state.moved
+
+    def assert_all_back(self):
+        """Nothing is left of ended requests: blocks, slots, store blocks."""
+        assert self.used == 0
+        assert all(not block.ref_cnt for block in self.pool.blocks if not block.is_null)
+        assert not self.manager.req_to_blocks
+        assert not self.state.requests
+        assert not self.state.ending
+        assert not self.state.held
+        assert not self.state.returned
+        self.assert_counted()
+        assert self.state.promised == 0
+        assert self.state.store.free_blocks == self.state.store.capacity_blocks
+
+
+class Probe(SchedulerProbe):
+    """Runs before each forward: forces refetches, fills blocks that nobody owns with NaN.
+
+    Attributes:
+        restarted: requests that went sparse and were dense again later.
+        fill: what blocks that nobody owns are filled with.
+    """
+
+    def __init__(self, llm, refetch=True):
+        super().__init__(llm)
+        self.runtime = current_runtime()
+        batched = isinstance(self.runtime.target, BatchLayers)
+        self.refetch = BatchRefetch(1) if batched else ForcedRefetch(1)
+        self.forced = refetch
+        self.fill = float("nan")
+        self.restarted = set()
+        self._blank = set()
+        self.runtime.before_step = self
+
+    def __call__(self, runtime):
+        unowned = self.watch()
+        target = runtime.target
+        dense = {name for name in target.requests if target.window_start(name) is None}
+        self.restarted |= self.sparse & dense
+        self.sparse |= target.requests.keys() - dense
         for model in runtime.models:
             if isinstance(model, BatchLayers):
                 # As whoever is handed these blocks does before writing them.
@@ -111,48 +174,19 @@ class Probe:
             model.settle(list(model.requests))
             self.refetch(model)
 
-    @property
-    def used(self):
-        """Blocks of the pool that are not free, the null block apart."""
-        return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
-
-    def assert_counted(self):
-        """What the scheduler side keeps count of is what a walk over all requests finds."""
-        state, tables = self.state, self.manager.req_to_blocks
-        assert state.admitted == {name: state.requests[name] for name in tables}
-        assert not state.ending
-        known = [*state.requests.values(), *state.held.values()]
-        assert state.promised == sum(request.promised for request in known)
-        assert state.may_go_sparse == {
-            name: request
-            for name, request in state.requests.items()
-            if name in state.admitted
-            and request.promised
-            and not request.hot
-            and request.most_tokens > self.manager._past_tokens
-        }
+    def sparse_now(self):
+        """Ids of requests that are sparse in the worker."""
         target = self.runtime.target
-        sparse = {name for name in target.requests if target.window_start(name) is not None}
-        assert state.in_transition == {
-            name: request
-            for name, request in state.requests.items()
-            if request.hot and name not in sparse
-        }
-        # Of this step's schedule, which has given back what was due.
-        assert not state.moved
+        return {name for name in target.requests if target.window_start(name) is not None}
+
+    def assert_nothing_known(self):
+        """The worker has heard of all ends."""
+        for model in self.runtime.models:
+            assert not model.digests.rows_used
 
     def assert_all_back(self):
         """Nothing is left of ended requests: blocks, slots, store blocks, digests, worker state."""
-        assert self.used == 0
-        assert all(not block.ref_cnt for block in self.pool.blocks if not block.is_null)
-        assert not self.manager.req_to_blocks
-        assert not self.state.requests
-        assert not self.state.ending
-        assert not self.state.held
-        assert not self.state.returned
-        self.assert_counted()
-        assert self.state.promised == 0
-        assert self.state.store.free_blocks == self.state.store.capacity_blocks
+        super().assert_all_back()
         # Workers hear of the last ends with the next step.
         for model in self.runtime.models:
             left = set(model.requests) - set(self.state.dropped)

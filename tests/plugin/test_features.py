@@ -15,6 +15,7 @@ NEW = 24
 PROMPTS = [prompt_of(length) for length in (100, 116, 131)]
 GREEDY = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True}
 RANDOM = GREEDY | {"temperature": 1, "seed": 5}
+ARRAY = {"type": "array", "items": {"enum": [7]}}
 FEATURES = {
     "several outputs": RANDOM | {"n": 3},
     "log-probabilities": GREEDY | {"logprobs": 5},
@@ -29,6 +30,9 @@ FEATURES = {
     "choice": GREEDY | {"structured_outputs": StructuredOutputsParams(choice=["yes", "no way"])},
     "regular expression": GREEDY
     | {"structured_outputs": StructuredOutputsParams(regex="[0-9]{3}-[a-c]{4}")},
+    "JSON": GREEDY | {"structured_outputs": StructuredOutputsParams(json=ARRAY)},
+    "grammar": GREEDY
+    | {"structured_outputs": StructuredOutputsParams(grammar='root ::= ("ab" | "c") root | "."')},
 }
 NOT_WITH_DRAFTS = {"min-p": RANDOM | {"min_p": 0.1}, "bias": GREEDY | {"logit_bias": {7: 3.0}}}
 """vLLM itself refuses these with drafts, or warns that they do nothing."""
@@ -54,6 +58,16 @@ def stock(tiny_folder):
         return found
 
 
+def streamed(llm, prompt):
+    """Pieces of a greedy answer, as they come."""
+    sampling = SamplingParams(**GREEDY, output_kind=RequestOutputKind.DELTA)
+    llm.llm_engine.add_request("stream", {"prompt_token_ids": prompt}, sampling)
+    pieces = []
+    while llm.llm_engine.has_unfinished_requests():
+        pieces += [output.outputs[0] for output in llm.llm_engine.step()]
+    return pieces
+
+
 def assert_same(ours, stock):
     for mine, theirs in zip(ours, stock, strict=True):
         assert [list(o.token_ids) for o in mine.outputs] == [
@@ -73,19 +87,35 @@ def assert_close(ours, stock):
             assert math.isclose(mine[token].logprob, entry.logprob, abs_tol=1e-3)
 
 
-@pytest.mark.parametrize("tiered", ["one by one", "at once"])
-@pytest.mark.parametrize("drafts", [None, NGRAM], ids=["no drafts", "drafts"])
-def test_each_feature_as_in_stock_vllm(tiny_folder, stock, monkeypatch, tiered, drafts):
+@pytest.mark.parametrize(
+    ("tiered", "drafts", "lookahead"),
+    [
+        pytest.param("one by one", None, "last_accepted", marks=pytest.mark.smoke),
+        ("at once", None, "last_accepted"),
+        ("one by one", NGRAM, "last_accepted"),
+        ("at once", NGRAM, "held_back"),
+    ],
+    ids=["one by one", "at once", "one by one, drafts", "at once, drafts held back"],
+)
+def test_each_feature_as_in_stock_vllm(tiny_folder, stock, monkeypatch, tiered, drafts, lookahead):
     monkeypatch.setattr(runtime, "BATCHED_ON", {"cpu"} if tiered == "at once" else set())
     features = FEATURES if drafts else FEATURES | NOT_WITH_DRAFTS
     if drafts:
         # vLLM's own CPU build samples drafts from unwritten memory; docs/vllm.md says more.
         features = {name: f for name, f in features.items() if not f["temperature"]}
-    with probed(tiny_folder, speculative_config=drafts, **ARGS) as probe:
+    args = ARGS | {"speculative_config": drafts, "settings": {"lookahead": lookahead}}
+    with probed(tiny_folder, **args) as probe:
         for name, outputs in answers(probe.llm, features).items():
             assert_same(outputs, stock[name])
         assert len(probe.sparse) >= len(features) * len(PROMPTS) - 6
         assert probe.refetch.fetched_bytes > 0
+        for prompt, expected in zip(PROMPTS, stock["log-probabilities"], strict=True):
+            pieces = streamed(probe.llm, prompt)
+            assert len(pieces) > NEW / 4
+            assert [token for piece in pieces for token in piece.token_ids] == list(
+                expected.outputs[0].token_ids
+            )
+            assert "".join(piece.text for piece in pieces) == expected.outputs[0].text
         if not drafts:
             beams = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
             prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
@@ -106,3 +136,9 @@ def test_priorities(tiny_folder):
         while probe.llm.llm_engine.has_unfinished_requests():
             order += [o.request_id for o in probe.llm.llm_engine.step() if o.finished]
         assert order == ["2", "0", "1"]
+
+
+def test_best_of_is_not_in_vllm():
+    """It was taken out of vLLM; several outputs ranked by log-probability are what is left."""
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(**GREEDY, best_of=2)

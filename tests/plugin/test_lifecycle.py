@@ -35,6 +35,7 @@ class TestEnds:
         ) as probe:
             yield probe
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("times", [1, 2])
     @pytest.mark.parametrize(
         ("when", "steps"),
@@ -117,6 +118,7 @@ class TestCrowdedPool:
         assert max(driver.preemptions()) <= 1
         driver.assert_right_and_all_back(model)
 
+    @pytest.mark.smoke
     def test_preempted_sparse_requests_come_back_sparse_and_give_the_same_tokens(
         self, crowded, model
     ):

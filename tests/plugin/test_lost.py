@@ -62,6 +62,7 @@ def test_a_lost_completion_fails_its_request_and_no_other(tiny_folder, model, ki
         assert is_greedy(model, driver.prompts["after"], driver.done["after"])
 
 
+@pytest.mark.smoke
 def test_what_a_failed_request_has_stored_is_nobodys_prefix(tiny_folder):
     with losing(tiny_folder, "write", {}) as (driver, unlucky):
         driver.add("unlucky", prompt_of(200), 20)

@@ -32,6 +32,12 @@ def test_three_workers_in_any_order():
     assert left.window_start == right.window_start == {"a": 2, "b": 3}
 
 
+def test_how_many_workers_acknowledged():
+    one = OasisAck({})
+    assert one.workers == 1
+    assert one.aggregate(OasisAck({}).aggregate(OasisAck({}))).workers == 3
+
+
 def test_refuses_another_connectors_acknowledgement():
     with pytest.raises(TypeError, match="SimpleNamespace"):
         OasisAck({}).aggregate(SimpleNamespace())

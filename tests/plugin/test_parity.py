@@ -100,12 +100,14 @@ class TestEachEngine:
         with probed(tiny_folder, **(args | request.param)) as probe:
             yield probe
 
+    @pytest.mark.smoke
     def test_every_number_of_tokens_in_the_open_block(self, probe, expected):
         assert_right(probe, expected, RESIDUES)
 
     def test_short_prompts_and_whole_blocks(self, probe, expected):
         assert_right(probe, expected, OTHERS)
 
+    @pytest.mark.smoke
     def test_drafts_are_fed_and_accepted_as_the_mode_says(self, probe, model):
         if probe.llm.llm_engine.vllm_config.speculative_config is None:
             pytest.skip("this engine has no drafts")
@@ -127,6 +129,7 @@ class TestEachEngine:
         outputs = assert_right(probe, expected, [RESIDUES[11]] * 64, new=6)
         assert all(tokens == outputs[0] for tokens in outputs)
 
+    @pytest.mark.smoke
     def test_log_probabilities_are_those_of_transformers(self, probe, expected):
         prompts = [RESIDUES[3], RESIDUES[12], OTHERS[0], OTHERS[3]]
         sampling = SamplingParams(

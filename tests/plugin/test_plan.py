@@ -23,6 +23,7 @@ PLAN = MemoryPlan(
     sink_blocks=1,
     hot_blocks=192,
     window_blocks=4,
+    pool_block_bytes=131072,
 )
 
 

@@ -38,6 +38,7 @@ def forget_hbm(probe):
     assert probe.llm.reset_prefix_cache()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("drafts", [None, NGRAM], ids=["no drafts", "drafts"])
 def test_a_prompt_that_was_evicted_from_hbm_is_found_in_the_store(tiny_folder, model, drafts):
     prompt = prompt_of(1500)
@@ -105,6 +106,7 @@ def test_without_vllms_prefix_caching_nothing_is_shared(tiny_folder, caching):
         assert (probe.state.store.kept_blocks > 0) == caching
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_preempted_request_computes_one_block_again(tiny_folder, model, caching):
     """Sparse ones fill the pool; dense ones before them, which stay dense, grow."""

@@ -198,6 +198,7 @@ class TestSmallPool:
         driver.assert_right_and_all_back(model)
         assert_kept_nothing(probe)
 
+    @pytest.mark.smoke
     def test_a_prefix_that_others_use_too(self, probe, model):
         """In HBM, where vLLM caches prefixes, and in the store."""
         prefix = prompt_of(64, seed=5)
@@ -216,6 +217,7 @@ class TestSmallPool:
         assert_kept_nothing(probe)
 
 
+@pytest.mark.smoke
 def test_what_is_computed_again_may_take_several_steps(tiny_folder, model):
     args = {"enable_prefix_caching": False, "long_prefill_token_threshold": 6}
     settings = {"threshold_tokens": PROMPT}

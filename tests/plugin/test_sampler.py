@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.utils import cpu_triton_utils
-from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
@@ -15,6 +13,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.vllm.sampler import HeldBackSampler, hold_back
+from plugin.engines import engine
 
 CPU = torch.device("cpu")
 BATCHES = {
@@ -29,11 +28,11 @@ BATCHES = {
 """Draft tokens of each request."""
 
 
-@pytest.fixture(autouse=True)
-def cpu_kernels(monkeypatch):
-    """What vLLM's CPU runner puts in the place of Triton kernels when it starts."""
-    for name in ("rejection_greedy_sample_kernel", "expand_kernel"):
-        monkeypatch.setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))
+@pytest.fixture(scope="module", autouse=True)
+def cpu_kernels(tiny_folder):
+    """An engine that starts has vLLM put its CPU kernels in the place of Triton's, for good."""
+    with engine(tiny_folder):
+        pass
 
 
 def metadata_of(drafts):
@@ -63,6 +62,7 @@ def counts_to_keep(drafts):
     ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("drafts", BATCHES.values(), ids=BATCHES.keys())
 @pytest.mark.parametrize("which", range(4))
 def test_metadata_is_that_of_the_shorter_drafts(drafts, which):
@@ -135,6 +135,7 @@ def run(mode, drafts, logits, **settings):
     return [[t for t in row if t >= 0] for row in output.sampled_token_ids.tolist()], output
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("mode", "most"), [(LookaheadMode.HELD_BACK, -1), (LookaheadMode.PAPER, 0)]
 )

@@ -23,21 +23,20 @@ def prompt():
     return [ALLOWED[i] for i in torch.randint(len(ALLOWED), (50,), generator=generator).tolist()]
 
 
-def expand(output, values, cu_num_tokens, replace_from, replace_to, **_settings):
-    """What vLLM's ``expand_kernel`` is to do: one value a draft from one a request."""
+def expand(values, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+    """What vLLM's ``expand_batch_to_tokens`` is to do: one value a draft from one a request."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
     values = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
-    output.copy_(values.repeat_interleave(counts))
+    return values.repeat_interleave(counts, output_size=num_tokens)
 
 
 @pytest.fixture(autouse=True)
 def temperatures_reach_drafts(monkeypatch):
-    """On the CPU vLLM 0.28 reads the temperatures of drafts from memory that nobody wrote.
+    """On the CPU vLLM (0.28, 0.32) takes the temperatures of drafts from memory nobody wrote.
 
     vllm-project/vllm issue 55005; the plugin is not involved and other devices are right.
     """
-    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: expand})()
-    monkeypatch.setattr(rejection_sampler, "expand_kernel", kernel)
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expand)
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,10 @@
 
 import http.client
 import json
-import os
-import signal
+import re
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -16,66 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from openai import APIStatusError, OpenAI
+from openai import APIStatusError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from oasiskv import cli
 from oasiskv.errors import ConfigError
+from oasiskv.metrics.catalog import METRICS, PREFIX
 from oasiskv.vllm.serve import split_flags, vllm_arguments
 from plugin.probe import is_greedy
+from plugin.server import Server
 from tiny_folder import ALPHABET
-
-COMMAND = [sys.executable, "-c", "from oasiskv.cli import main; main()", "serve"]
-SETTINGS = ["--host-gib", "0.0625", "--budget-tokens=64", "--hot_tokens", "448"]
-SETTINGS += ["--threshold-tokens", "64", "--window-tokens", "16", "--lookahead", "last_accepted"]
-VLLM = ["--max-model-len", "512", "--max-num-seqs", "16", "--num-gpu-blocks-override", "1000"]
-VLLM += ["--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", "67108864"]
-STARTED = "Application startup complete"
-
-
-class Server:
-    """A server in a process group of its own, with what it says."""
-
-    def __init__(self, folder):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        command = [*COMMAND, str(folder), *SETTINGS, *VLLM, "--port", str(self.port)]
-        environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        self.process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--served-model-name", "tiny"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self.lines = []
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if STARTED in line:
-                break
-        else:
-            raise AssertionError("".join(self.lines))
-        self._reader = threading.Thread(target=self.lines.extend, args=(self.process.stdout,))
-        self._reader.start()
-        self.client = OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", max_retries=0
-        )
-
-    def get(self, path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}") as answer:
-            return answer.status, answer.read().decode()
-
-    def end(self):
-        """SIGTERM; returns the exit status and what is left of the process group."""
-        group = self.process.pid
-        self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(timeout=60)
-        self._reader.join()
-        groups = (entry / "stat" for entry in Path("/proc").iterdir() if entry.name.isdigit())
-        stats = [path.read_text().rsplit(")", 1)[1].split() for path in groups if path.exists()]
-        return code, [stat for stat in stats if int(stat[2]) == group and stat[0] != "Z"]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +34,9 @@ def server(tiny_folder):
     finally:
         if server.process.poll() is None:
             server.end()
+
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def text_of(length, seed):
@@ -106,6 +57,7 @@ def streamed(server, prompt, tokens, stop_after=None):
     return pieces
 
 
+@pytest.mark.smoke
 def test_sixteen_users_stream_and_some_leave(server, tiny_folder):
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
@@ -126,6 +78,7 @@ def test_sixteen_users_stream_and_some_leave(server, tiny_folder):
     assert len(running) == 1
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("request_of", "status", "word"),
     [
@@ -152,6 +105,38 @@ def test_malformed_json(server):
         urllib.request.urlopen(request)
     assert 400 <= refused.value.code < 500
     assert server.get("/health")[0] == 200
+
+
+def test_every_metric_is_there_and_every_panel_has_its_metrics(server):
+    lines = [line for line in server.get("/metrics")[1].splitlines() if line[0] != "#"]
+    names = {re.split(r"[{ ]", line)[0] for line in lines}
+    ours = {name for name in names if name.startswith(PREFIX) and not name.endswith("_created")}
+    assert ours == {sample for metric in METRICS for sample in metric.samples}
+    for metric in METRICS:
+        for value in metric.values:
+            label = f'{metric.label}="{value}"'
+            [first, *_] = [line for line in lines if line.startswith(metric.samples[0] + "{")]
+            assert 'model_name="tiny"' in first
+            assert (
+                any(line.startswith(metric.name) and label in line for line in lines) or not value
+            )
+    dashboard = json.loads((DOCS / "grafana" / "oasiskv.json").read_text())
+    queries = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", ())]
+    assert len(queries) > 20
+    for query in queries:
+        assert set(re.findall(r"vllm:\w+", query)) <= names, query
+
+
+def test_top_after_load(server, monkeypatch, capsys):
+    streamed(server, text_of(200, 1), 20)
+    monkeypatch.setattr("sys.argv", ["oasiskv", "top", f"127.0.0.1:{server.port}", "--once"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    out = capsys.readouterr().out
+    assert stopped.value.code == 0
+    for row in ("transitions", "output tokens", "sparse steps", "hits"):
+        [line] = [line for line in out.splitlines() if line.strip().startswith(row)]
+        assert re.search(r"[1-9][0-9,.]*( %)?$", line.strip()), line
 
 
 def test_vllms_own_load_generator(server, tiny_folder, tmp_path):
@@ -250,6 +235,7 @@ def test_flags_are_told_apart():
         split_flags(["--host-gib"])
 
 
+@pytest.mark.smoke
 def test_what_vllm_is_given(tiny_folder):
     arguments = vllm_arguments(str(tiny_folder), ["--host-gib", "2", "--port", "80"])
     assert arguments[:2] == ["serve", str(tiny_folder)]

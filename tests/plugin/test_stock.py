@@ -7,6 +7,8 @@ from transformers import AutoModelForCausalLM
 from plugin.engines import engine, greedy
 from tiny import prompt_of, same_up_to_ties, stock_greedy
 
+pytestmark = pytest.mark.smoke
+
 NEW = 48
 # Below a block, a block, odd, several prefill steps of 512 tokens.
 LENGTHS = (5, 32, 101, 1100)

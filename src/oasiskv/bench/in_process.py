@@ -16,6 +16,7 @@ from oasiskv.config import BLOCK_TOKENS, OasisConfig
 from oasiskv.data import data_path
 from oasiskv.errors import ConfigError
 from oasiskv.hf.tokens import encode, load_tokenizer
+from oasiskv.vllm.compat import let_engines_follow
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -76,6 +77,7 @@ def closed_engine(engine_args: dict[str, Any]) -> Iterator[LLM]:
     """An engine that is closed at the end, so that another can start."""
     from vllm import LLM
 
+    let_engines_follow()
     llm = LLM(**engine_args)
     try:
         yield llm

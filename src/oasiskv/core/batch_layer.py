@@ -120,7 +120,9 @@ class LayerState:
         last_wanted: int32 of the same shape, step that last wanted it, -1 for none.
         store_index: int32 ``[rows, blocks]``, store block of each closed block of a request.
         slots: int32 ``[rows, slots]``, the engine's block of each slot of a request.
+        counts: int64 ``[2]``: ``moved_tiles`` and ``missed_tiles``, which are views.
         moved_tiles: int64, no dimension: tiles fetched by swap plans so far.
+        missed_tiles: int64, no dimension: wanted tiles that were in no slot so far.
         nan_scores: int32 ``[1]``: scores of candidates that were NaN so far.
     """
 
@@ -152,7 +154,9 @@ class LayerState:
         self._places = torch.arange(LATEST_QUERIES, device=device)
         self._blocks = torch.arange(self.store_index.shape[1], device=device)
         self._slots = torch.arange(slots, device=device)
-        self.moved_tiles = torch.zeros((), dtype=torch.int64, device=device)
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self.moved_tiles, self.missed_tiles = self.counts
+        self._misses: list[torch.Tensor] = []
         self.nan_scores = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
@@ -167,6 +171,8 @@ class LayerState:
         self._gather_whole(self._caches[layer], self._caches[layer], *work.leaving)
         if work.meta is not None:
             self._swap(layer, work.meta, observe)
+            if layer == self._geometry.num_layers - 1:
+                self._count_misses()
 
     def load(self, layer: int, store_blocks: torch.Tensor, blocks: torch.Tensor) -> None:
         """Copy blocks from the store, int32 ``[n]`` each; -1 for none."""
@@ -197,6 +203,7 @@ class LayerState:
         flat[4 * width :] = 0
         work = StepWork.of(flat, width)
         self.run(0, work, None)
+        self._misses.clear()
         self.load(0, *work.closed)
         self.restore(0, 0)
         size = 4 + 3 * LATEST_QUERIES + self.store_index.shape[1]
@@ -287,8 +294,14 @@ class LayerState:
             index,
             self.slots[:rows],
         )
+        self._misses.append(plan.misses)
         if observe is not None:
             observe(layer, plan.wanted)
+
+    def _count_misses(self) -> None:
+        """Those of all layers at once: an op in each would take longer than it all does."""
+        self.missed_tiles += torch.stack(self._misses).sum()
+        self._misses.clear()
 
     def _none(self, *shape: int) -> torch.Tensor:
         return torch.full(shape, -1, dtype=torch.int32, device=self._device)

@@ -12,6 +12,7 @@ from oasiskv.core.pipeline import LayerPlan, Pipeline
 from oasiskv.core.request import StepTraffic, TieredRequest
 from oasiskv.core.residency import ResidentMap
 from oasiskv.core.selection import Selection, Selector, top_blocks
+from oasiskv.core.traffic import Traffic
 from oasiskv.errors import TransferError
 from oasiskv.stores.base import Store, Ticket
 
@@ -28,6 +29,9 @@ class Tiering:
         store: where closed blocks go.
         device: where attention runs.
         agreement_every: measure prediction agreement every so many sparse steps; 0: never.
+
+    Attributes:
+        traffic: of all requests so far.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Tiering:
         self.selector = Selector(config, geometry, self.digests, geometry.head_dim**-0.5)
         self._owners: dict[tuple[str, int], TieredRequest] = {}
         self.ignored = 0
+        self.traffic = Traffic()
 
     @property
     def draining(self) -> int:
@@ -208,14 +213,20 @@ class Tiering:
                 moved += self.transfer(request, pipeline, layer, plan)
             else:
                 _commit(residents, layer, pipeline.settle(layer))
-        request.stats.traffic.append(
-            StepTraffic(
-                step=step,
-                fetched_bytes=moved,
-                wanted=int((selection.wanted >= 0).sum()),
-                misses=selection.misses.sum(dim=-1).cpu(),
-                fetched=sum(plan.num_tiles for plan in selection.layers),
-            )
+        traffic = StepTraffic(
+            step=step,
+            fetched_bytes=moved,
+            wanted=int((selection.wanted >= 0).sum()),
+            misses=selection.misses.sum(dim=-1).cpu(),
+            fetched=sum(plan.num_tiles for plan in selection.layers),
+        )
+        request.stats.traffic.append(traffic)
+        self.traffic += Traffic(
+            wanted_tiles=traffic.wanted,
+            missed_tiles=int(traffic.misses.sum()),
+            fetched_tiles=traffic.fetched,
+            fetched_bytes=moved,
+            cap_bytes=self._config.cap_blocks * self._geometry.block_bytes,
         )
         return selection
 
@@ -290,7 +301,9 @@ class Tiering:
         store_blocks = self.candidates(request)[: predicted.shape[-1]]
         scores = self.selector.score(queries[:, :1], store_blocks)
         actual = top_blocks(scores, self._config.budget_blocks)
-        request.stats.agreement.append(float((actual & predicted).sum() / actual.sum()))
+        compared, agreeing = int(actual.sum()), int((actual & predicted).sum())
+        request.stats.agreement.append(agreeing / compared)
+        self.traffic += Traffic(compared_tiles=compared, agreeing_tiles=agreeing)
 
     def _await_acks(self, request: TieredRequest, blocks: int) -> None:
         self._await(

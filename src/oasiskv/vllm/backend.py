@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
-from vllm.v1.attention.backend import (
-    AttentionImpl,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
+from vllm.v1.attention.backend import AttentionImpl, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
 )
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from oasiskv.config import BLOCK_TOKENS
 from oasiskv.errors import ConfigError
 from oasiskv.ops.attend.reference import attend
 from oasiskv.vllm.runtime import current_runtime, rows_of_step
+from oasiskv.vllm.spec import OasisSpec
 
 
 class OasisTorchBackend(CPUAttentionBackend):
@@ -26,9 +29,16 @@ class OasisTorchBackend(CPUAttentionBackend):
     forward_includes_kv_cache_update = True
 
     @staticmethod
-    def get_impl_cls() -> type[OasisTorchImpl]:
-        """Our attention."""
-        return OasisTorchImpl
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,  # not every version of vLLM passes it
+    ) -> list[int]:
+        """Any size would do for plain PyTorch; vLLM's own kernels may want larger blocks."""
+        return [BLOCK_TOKENS]
+
+    @staticmethod
+    def get_impl_cls() -> Callable[..., OasisTorchImpl | WindowImpl]:
+        """Our attention, or vLLM's: which one shows when a layer makes it."""
+        return _attention_of
 
     @staticmethod
     def get_builder_cls() -> type[OasisTorchBuilder]:
@@ -55,26 +65,19 @@ class OasisRows:
     slot_mapping: torch.Tensor
 
 
-class OasisTorchBuilder(AttentionMetadataBuilder[OasisRows]):
-    """Adds the request ids to what vLLM knows of a step."""
-
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+class OasisTorchBuilder(CPUAttentionMetadataBuilder):
+    """Adds the request ids to what vLLM knows of a step, for layers that may go sparse."""
 
     def build(
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> OasisRows:
+    ) -> OasisRows | CPUAttentionMetadata:
         """The rows of this step, in vLLM's order."""
         common = common_attn_metadata
+        if not isinstance(self.kv_cache_spec, OasisSpec):
+            return super().build(common_prefix_len, common, fast_build)
         rows = common.num_reqs
         return OasisRows(
             names=rows_of_step(rows),
@@ -95,7 +98,7 @@ class OasisTorchImpl(AttentionImpl[OasisRows]):
         scale: float,
         num_kv_heads: int | None = None,
         alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
+        sliding_window: None = None,
         kv_cache_dtype: str = "auto",
         logits_soft_cap: float | None = None,
         attn_type: str = "decoder",
@@ -109,10 +112,8 @@ class OasisTorchImpl(AttentionImpl[OasisRows]):
         self.kv_cache_dtype = kv_cache_dtype
         unsupported = {
             "alibi": alibi_slopes,
-            "sliding window": sliding_window,
             "logits soft cap": logits_soft_cap,
             "KV sharing": kv_sharing_target_layer_name,
-            "fp8 KV cache": None if kv_cache_dtype == "auto" else kv_cache_dtype,
             "attention type": None if attn_type == "decoder" else attn_type,
             **features,
         }
@@ -161,3 +162,52 @@ class OasisTorchImpl(AttentionImpl[OasisRows]):
                 table, tokens = sparse or (rows.block_table[index].long(), tokens)
                 result[part] = attend(query[part], kv_cache, table, tokens, self.scale)
         return output
+
+
+class WindowImpl(CPUAttentionBackendImpl):
+    """vLLM's own attention for layers with a sliding window, which stay as they are."""
+
+    def forward(
+        self,
+        layer: Any,  # noqa: ANN401 - vLLM's attention layer
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """vLLM's, after writing the KV, which vLLM leaves to all layers of our backend."""
+        if attn_metadata is not None:
+            self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
+        result: torch.Tensor = super().forward(
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output,
+            output_scale,
+            output_block_scale,
+        )
+        return result
+
+
+def _attention_of(
+    num_heads: int,
+    head_size: int,
+    scale: float,
+    num_kv_heads: int,
+    alibi_slopes: list[float] | None,
+    sliding_window: int | None,
+    *settings: Any,  # noqa: ANN401 - vLLM's own
+    **features: Any,  # noqa: ANN401 - whatever a model's attention passes
+) -> OasisTorchImpl | WindowImpl:
+    """The attention of one layer, made as vLLM makes it."""
+    sizes = (num_heads, head_size, scale, num_kv_heads, alibi_slopes)
+    if sliding_window is None:
+        return OasisTorchImpl(*sizes, sliding_window, *settings, **features)
+    return WindowImpl(*sizes, sliding_window, *settings, **features)

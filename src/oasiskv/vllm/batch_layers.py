@@ -9,13 +9,15 @@ import torch
 
 from oasiskv.core.batch import BatchRequest, BatchStep, BatchTiering, QueryRows
 from oasiskv.core.batch_limits import BatchLimits
+from oasiskv.core.batch_traffic import BatchTraffic, OverrunClock
 from oasiskv.vllm.store import AssignedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from oasiskv.config import OasisConfig
     from oasiskv.core.kept import KeptSlots
+    from oasiskv.core.traffic import Traffic
     from oasiskv.vllm.layers import StepTokens
     from oasiskv.vllm.messages import RequestMessage
     from oasiskv.vllm.shapes import ModelLayers
@@ -71,6 +73,7 @@ class BatchLayers:
         self.geometry = layers.geometry
         self.caches = list(caches)
         self.index = {name: index for index, name in enumerate(layers.names)}
+        self._memory_of = dict(self.index)
         self.store = AssignedStore(self.geometry, capacity_blocks)
         device = self.caches[0].device
         # External: recorded within one graph, waited for within another or outside.
@@ -92,6 +95,8 @@ class BatchLayers:
         self.requests: dict[str, BatchRequest] = {}
         self.kept: dict[str, KeptSlots] = {}
         self.step_number = 0
+        self._traffic = BatchTraffic(self.tiering.state, self.geometry, config)
+        self._clock = OverrunClock()
         self._config = config
         self._block_ids = block_ids
         self._computed_before = computed_before
@@ -144,6 +149,19 @@ class BatchLayers:
 
     def settle(self, names: Sequence[str]) -> None:
         """Nothing to wait for on the host: layers wait on their stream."""
+        self._clock.forward_starts()
+
+    def traffic(self) -> Traffic:
+        """Of all requests so far; what the device counts may be some steps old."""
+        return self._traffic.total()
+
+    def count_step(self, sparse: Collection[str]) -> None:
+        """These have selected; called on the stream on which they did."""
+        self._traffic.add_step(self.requests[name] for name in sparse)
+
+    def take_waits(self) -> list[float]:
+        """Seconds that transfers ran on into a forward, of the steps measured since."""
+        return self._clock.take()
 
     def query_rows(self, names: Sequence[str], starts: Sequence[int], tokens: int) -> QueryRows:
         """Which queries of a forward are kept.
@@ -174,8 +192,22 @@ class BatchLayers:
 
     def wait(self, layer_name: str) -> None:
         """A layer is about to write its KV: what runs aside must be done with its tensors."""
-        if self._done:
-            torch.cuda.current_stream().wait_event(self._done[self.index[layer_name]])
+        layer = self._memory_of.get(layer_name)
+        if self._done and layer is not None:
+            torch.cuda.current_stream().wait_event(self._done[layer])
+
+    def share_with(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Let layers of other groups, whose blocks lie in the memory of ours, wait as ours do.
+
+        Args:
+            kv_caches: vLLM's KV tensor of each layer of the model.
+        """
+        starts = {cache.data_ptr(): layer for layer, cache in enumerate(self.caches)}
+        self._memory_of = {
+            name: starts[cache.data_ptr()]
+            for name, cache in kv_caches.items()
+            if cache.data_ptr() in starts
+        }
 
     def before_attention(
         self, layer_name: str, name: str, query: torch.Tensor, most_drafts: int
@@ -248,10 +280,14 @@ class BatchLayers:
         wanted: list[torch.Tensor] = []
         if self._aside is None:
             self._run(batch, wanted if observed else None)
+            self.count_step(sparse)
         else:
             self._wait_forward(self._aside)
             with torch.cuda.stream(self._aside):
                 self._run(batch, wanted if observed else None)
+                self.count_step(sparse)
+                if sparse:
+                    self._clock.transfers_end()
             if observed:
                 self._aside.synchronize()
         found = torch.stack(wanted).cpu() if wanted else None

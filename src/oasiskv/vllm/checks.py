@@ -6,7 +6,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from oasiskv.config import BLOCK_TOKENS
-from oasiskv.errors import ConfigError
+from oasiskv.errors import ConfigError, StateError
+from oasiskv.stores.machine import available_bytes
 from oasiskv.vllm.compat import DISABLE, TESTED, installed_version, is_draft_layer
 from oasiskv.vllm.plan import GIB, NULL_BLOCKS, MemoryPlan
 from oasiskv.vllm.settings import CONNECTOR, WORKERS, config_of
@@ -62,6 +63,13 @@ def check_engine(vllm_config: VllmConfig) -> None:
         "prefill_context_parallel_size",
     ):
         _refuse(name, getattr(parallel, name) != 1, getattr(parallel, name), "set it to 1")
+    executor = parallel.distributed_executor_backend
+    _refuse(
+        "distributed_executor_backend",
+        executor == "external_launcher" and parallel.tensor_parallel_size != 1,
+        executor,
+        "with tensor_parallel_size above 1 set it to mp, so that one scheduler hears all workers",
+    )
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     _refuse("kv_load_failure_policy", policy != "fail", policy, "set it to fail")
     scheduler = vllm_config.scheduler_config
@@ -86,6 +94,15 @@ def check_engine(vllm_config: VllmConfig) -> None:
             f"use one of {', '.join(SPECULATIVE[platform])}, or no speculative_config",
         )
     model = vllm_config.model_config
+    _refuse(
+        "model",
+        model.is_multimodal_model,
+        f"{model.model}, which is multi-modal,",
+        f"use a model of text alone, or set {DISABLE}=1 to run without OasisKV",
+    )
+    dtype = vllm_config.cache_config.cache_dtype
+    own = str(model.dtype).removeprefix("torch.")
+    _refuse("kv_cache_dtype", dtype not in ("auto", own), dtype, "set it to auto")
     _refuse(
         "model",
         model.use_mla,
@@ -137,7 +154,7 @@ def check_layers(
     specs: Mapping[str, KVCacheSpec],
     sparse: Mapping[str, KVCacheSpec],
 ) -> None:
-    """Refuse models of which nothing can go sparse.
+    """Refuse models of which nothing can go sparse, or with layers that were not tried beside it.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -145,8 +162,11 @@ def check_layers(
         sparse: those of layers with full attention.
 
     Raises:
-        ConfigError: the target, or its draft model, has a layer and none with full attention.
+        ConfigError: the target, or its draft model, has a layer and none with full attention; or
+            one with something else than full attention or a sliding window.
     """
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
     speculative = vllm_config.speculative_config
     models = {False: ("model", vllm_config.model_config.model)}
     if speculative is not None and speculative.method == "draft_model":
@@ -159,6 +179,60 @@ def check_layers(
                 f"{', '.join(sorted(kinds)) or 'none'}), so nothing can go sparse: use a model "
                 f"with full attention, or set {DISABLE}=1 to run without OasisKV"
             )
+    beside = {name: type(spec) for name, spec in specs.items() if name not in sparse}
+    for name, kind in beside.items():
+        _refuse(
+            "model",
+            kind is not SlidingWindowSpec,
+            f"{vllm_config.model_config.model} with layer {name} ({kind.__name__})",
+            "use a model of full attention and sliding windows alone, or set "
+            f"{DISABLE}=1 to run without OasisKV",
+        )
+    _refuse(
+        "disable_hybrid_kv_cache_manager",
+        bool(beside) and bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
+        f"True for {vllm_config.model_config.model}, which has sliding windows,",
+        "leave it out",
+    )
+
+
+def check_workers(acknowledged: int, vllm_config: VllmConfig) -> None:
+    """What only some workers have stored must not leave HBM.
+
+    Args:
+        acknowledged: workers that acknowledged a step together.
+        vllm_config: vLLM's configuration.
+
+    Raises:
+        StateError: it was not all of them.
+    """
+    workers = vllm_config.parallel_config.tensor_parallel_size
+    if acknowledged != workers:
+        raise StateError(f"{acknowledged} of {workers} workers acknowledged a step")
+
+
+def check_host_memory(nbytes: int, vllm_config: VllmConfig) -> None:
+    """Refuse a host store that this machine has no memory for.
+
+    All workers ask before any makes its part: later, each would see room that another is taking.
+
+    Args:
+        nbytes: of one worker's store.
+        vllm_config: vLLM's configuration.
+
+    Raises:
+        ConfigError: there is less.
+    """
+    parallel = vllm_config.parallel_config
+    # Of other executors it is not known which workers share a machine.
+    together = parallel.local_world_size if parallel.distributed_executor_backend == "mp" else 1
+    available = available_bytes()
+    if nbytes * together > available:
+        raise ConfigError(
+            f"host_gib is too large: the host store of this machine's workers ({together}) needs "
+            f"{_gib(nbytes * together)} GiB, and {available / GIB:.4f} GiB of memory are "
+            "available; lower host_gib, or raise the container's memory"
+        )
 
 
 def check_digests(available: int, digests: int, store_blocks: int) -> None:
@@ -188,11 +262,12 @@ def check_sizes(plan: MemoryPlan) -> None:
         ConfigError: naming the least store or pool, or the longest request that fits.
     """
     size = plan.block_tokens
+    least = plan.stored_blocks * plan.block_bytes * plan.workers
     if plan.goes_sparse and plan.store_blocks < plan.stored_blocks:
         raise ConfigError(
             f"host_gib is too small: the host store holds {plan.store_blocks * size} tokens and a "
             f"request of max_model_len={plan.longest_tokens} needs {plan.stored_blocks * size}; "
-            f"set host_gib to at least {_gib(plan.stored_blocks * plan.block_bytes)} or "
+            f"set host_gib to at least {_gib(least)} or "
             f"max_model_len to at most {(plan.store_blocks + 1) * size - 1}"
         )
     if plan.pool_blocks < plan.needed_pool_blocks:

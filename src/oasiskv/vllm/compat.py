@@ -2,13 +2,17 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from packaging.version import Version
 
 from oasiskv.errors import ConfigError
 
-TESTED = {"cpu": ("0.28.0",), "cuda": ("0.26.0",)}
+TESTED = {"cpu": ("0.32.0", "0.28.0"), "cuda": ("0.26.0",)}
 """Platform -> vLLM's versions that the plugin's tests were run on, all with model runner V1."""
 
 CPU_BACKEND = "oasiskv.vllm.backend.OasisTorchBackend"
@@ -86,6 +90,30 @@ def run_vllm_serve(arguments: Sequence[str]) -> None:
 def is_draft_layer(name: str) -> bool:
     """Whether vLLM's layer of this name is the draft model's, by the prefix that vLLM gives it."""
     return name.startswith(_DRAFT_PREFIX)
+
+
+def fits_null_block() -> bool:
+    """Whether vLLM leaves room for its null block where it fits ``max_model_len`` to the pool."""
+    return Version(installed_version()) >= Version("0.32")
+
+
+def let_engines_follow() -> None:
+    """Let engines start in this process after one with n-gram drafts, on the CPU.
+
+    There vLLM 0.32 looks for its Triton kernels among the attributes of all modules when an engine
+    starts. It takes what ``vars`` gives for a mapping, and fails with AttributeError once numba is
+    imported, as n-gram drafts do it: llvmlite has an object that answers to every name.
+    """
+    if find_spec("vllm.triton_utils.dispatcher") is not None:
+        from vllm.triton_utils import dispatcher
+
+        dispatcher.vars = _attributes_of
+
+
+def _attributes_of(value: object) -> Mapping[str, Any]:
+    """``vars``, of what has any."""
+    found = vars(value)
+    return found if isinstance(found, Mapping) else {}
 
 
 @contextmanager

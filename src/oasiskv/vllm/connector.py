@@ -16,14 +16,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from oasiskv.config import OasisConfig
 from oasiskv.errors import ConfigError
 from oasiskv.stores.prefix import PrefixBlocks
-from oasiskv.vllm.checks import check_engine, check_sizes, check_worker
-from oasiskv.vllm.compat import disabled
+from oasiskv.vllm.checks import check_engine, check_sizes, check_worker, check_workers
 from oasiskv.vllm.logs import log_start
 from oasiskv.vllm.messages import OasisAck, OasisMetadata, RequestMessage
 from oasiskv.vllm.plan import plan_of
+from oasiskv.vllm.prom import OasisPromMetrics
 from oasiskv.vllm.runtime import Runtime, install_runtime, uninstall_runtime
 from oasiskv.vllm.scheduling import ScheduledRequest, SchedulerState, state_of
-from oasiskv.vllm.settings import config_of
+from oasiskv.vllm.settings import config_of, stays_dense
+from oasiskv.vllm.shapes import sparse_group
+from oasiskv.vllm.stats import OasisStats, build_stats, scheduler_stats
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 class OasisConnector(KVConnectorBase_V1, SupportsHMA):
     """One on the scheduler side, one in each worker; vLLM makes both.
 
-    Settings are those of ``OasisConfig``, in ``kv_connector_extra_config``. With OASISKV_DISABLE=1
+    Settings are those of ``OasisConfig``, in ``kv_connector_extra_config``. Where ``stays_dense``
     it does nothing.
 
     Raises:
@@ -56,7 +58,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         self._vllm = vllm_config
         self._state = SchedulerState()
         self._runtime: Runtime | None = None
-        self._inert = disabled()
+        self._inert = stays_dense(vllm_config)
         if self._inert:
             return
         check_engine(vllm_config)
@@ -68,6 +70,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._cache = kv_cache_config
         self._plan = plan_of(vllm_config, self._config, kv_cache_config)
+        self._group = sparse_group(kv_cache_config).index
         check_sizes(self._plan)
         if role is KVConnectorRole.SCHEDULER:
             log_start(self._config, self._plan)
@@ -82,7 +85,9 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool = gpu_block_pool
         self._state.lost_after_s = self._config.transfer_timeout_s
         self._state.store = PrefixBlocks(self._plan.store_blocks, self._plan.block_bytes)
-        self._state.shares = bool(self._vllm.cache_config.enable_prefix_caching)
+        self._state.restores = len(self._cache.kv_cache_groups) == 1
+        caching = bool(self._vllm.cache_config.enable_prefix_caching)
+        self._state.shares = caching and self._state.restores
         speculative = self._vllm.speculative_config
         drafts = speculative.num_speculative_tokens if speculative is not None else 0
         self._state.decode_tokens = 1 + drafts
@@ -111,7 +116,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         most = (request.num_tokens - 1) // size
         if state.store_blocks:
             state.matched = state.store_blocks[:most]
-        elif self._state.shares and not request.skip_reading_prefix_cache:
+        elif self._looks_up(request):
             state.matched = self._state.store.match(request.block_hashes[:most])
         return max(0, len(state.matched) * size - num_computed_tokens), False
 
@@ -122,12 +127,17 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         state = self._state.requests.get(request.request_id)
         if self._inert or state is None or self._state.store is None:
             return
+        size = self._vllm.cache_config.block_size
+        counts = self._state.counts
         if not state.store_blocks:
+            if self._looks_up(request):
+                counts["prefix_queried_blocks"] += (request.num_tokens - 1) // size
+                counts["prefix_hit_blocks"] += len(state.matched)
             self._state.store.take(state.matched)
             state.store_blocks = list(state.matched)
         state.known = len(state.store_blocks)
-        ids = blocks.get_block_ids()[0]
-        loaded = num_external_tokens // self._vllm.cache_config.block_size
+        ids = blocks.get_block_ids()[self._group]
+        loaded = num_external_tokens // size
         end = len(state.matched)
         # Of a sparse request what lies between sink and window does not come back to HBM.
         state.loads = [
@@ -135,7 +145,12 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             for i in range(end - loaded, end)
             if ids[i] != self._pool.null_block.block_id
         ]
+        counts["loaded_blocks"] += len(state.loads)
         state.matched = []
+
+    def _looks_up(self, request: Request) -> bool:
+        """Whether a new request looks for blocks of others in the store."""
+        return self._state.shares and not request.skip_reading_prefix_cache
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Store blocks for what may close in this step, and slots that are new."""
@@ -144,6 +159,8 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         self._state.forget_ending()
         self._return_slots()
         messages = {}
+        scheduled = map(self._state.requests.__getitem__, scheduler_output.num_scheduled_tokens)
+        self._state.counts["sparse_steps"] += any(state.window_start for state in scheduled)
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             state = self._state.requests[name]
             if state.promised and self._state.store is not None:
@@ -155,6 +172,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         """Workers have acknowledged: the blocks between sink and window may go."""
         ack = connector_output.kv_connector_worker_meta
         if isinstance(ack, OasisAck):
+            check_workers(ack.workers, self._vllm)
             self._state.take_in_flight(ack.in_flight)
             self._state.unpublish(ack.damaged)
             for name, stored in ack.stored.items():
@@ -193,6 +211,31 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         state.announced = True
         resumed, state.resume_start = state.resume_start, 0
         return RequestMessage(list(state.store_blocks), slots, state.known, state.loads, resumed)
+
+    def get_kv_connector_stats(self) -> OasisStats | None:
+        """What the scheduler side counted in this step; a worker's come with what it samples."""
+        if self._inert or self.role is not KVConnectorRole.SCHEDULER:
+            return None
+        size = self._vllm.cache_config.block_size
+        return scheduler_stats(self._state, self._config.sink_blocks, size)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OasisStats:
+        """Stats again from what was sent between processes."""
+        return build_stats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OasisPromMetrics | None:
+        """The metrics in vLLM's registry; none where all requests stay dense."""
+        if stays_dense(vllm_config):
+            return None
+        return OasisPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Worker side.
 

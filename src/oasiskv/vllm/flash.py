@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from oasiskv.core.batch import QueryRows
 from oasiskv.vllm.batch_layers import CompactTables
 from oasiskv.vllm.runtime import current_runtime, installed_runtime, rows_of_step
+from oasiskv.vllm.spec import OasisSpec
 
 
 class OasisFlashBackend(FlashAttentionBackend):
@@ -70,11 +71,14 @@ class OasisFlashBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> OasisFlashMetadata:
-        """The rows of this step, in vLLM's order; none while a graph is captured."""
+        """The rows of this step, in vLLM's order; none while a graph is captured.
+
+        Layers that do not go sparse, as those with a sliding window, get vLLM's metadata.
+        """
         common = common_attn_metadata
         runtime = installed_runtime()
         rows = None
-        if runtime is not None:
+        if runtime is not None and isinstance(self.kv_cache_spec, OasisSpec):
             names = rows_of_step(common.num_reqs)
             starts = common.query_start_loc_cpu[: len(names) + 1].tolist()
             batched = runtime.batched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,8 +26,13 @@ if TYPE_CHECKING:
 
     from oasiskv.config import OasisConfig
     from oasiskv.core.kept import KeptSlots
+    from oasiskv.core.traffic import Traffic
     from oasiskv.vllm.messages import RequestMessage
     from oasiskv.vllm.shapes import ModelLayers
+
+
+AGREEMENT_EVERY = 32
+"""Sparse steps of a request between two measurements of agreement; each scores once more."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -140,7 +146,9 @@ class SparseLayers:
         self.caches = list(caches)
         self.index = {name: index for index, name in enumerate(layers.names)}
         self.store = store.MAKE_STORE(self.geometry, capacity_blocks, config.checksums)
-        self.tiering = Tiering(self.geometry, config, self.store, self.caches[0].device)
+        # What a draft model drafts last looks ahead: there is no query to compare that with.
+        every = 0 if layers.is_draft else AGREEMENT_EVERY
+        self.tiering = Tiering(self.geometry, config, self.store, self.caches[0].device, every)
         self.digests = self.tiering.digests
         self.requests: dict[str, WorkerRequest] = {}
         self.kept: dict[str, KeptSlots] = {}
@@ -150,6 +158,7 @@ class SparseLayers:
         self._block_ids = block_ids
         self._generations = count()
         self._damaged_logged = 0
+        self._waited_s: float | None = None
 
     @property
     def running(self) -> list[WorkerRequest]:
@@ -204,12 +213,24 @@ class SparseLayers:
 
     def settle(self, names: Sequence[str]) -> None:
         """Wait for the transfers of these requests; one whose transfers do not come has failed."""
+        start = time.perf_counter()
         self.tiering.collect()
         for name in names:
             request = self.requests[name]
             if request.pipeline is not None and not request.failed:
                 with _failing(request):
                     self.tiering.settle(request, request.pipeline)
+                self._waited_s = (self._waited_s or 0.0) + time.perf_counter() - start
+                start = time.perf_counter()
+
+    def traffic(self) -> Traffic:
+        """Of all requests so far."""
+        return self.tiering.traffic
+
+    def take_waits(self) -> list[float]:
+        """Seconds that this step waited for transfers; nothing if it had none to wait for."""
+        waited, self._waited_s = self._waited_s, None
+        return [] if waited is None else [waited]
 
     def before_attention(
         self, layer_name: str, name: str, query: torch.Tensor, most_drafts: int

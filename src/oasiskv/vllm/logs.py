@@ -17,4 +17,4 @@ def log_start(config: OasisConfig, plan: MemoryPlan) -> None:
     settings["threshold_tokens"] = config.resolved_threshold_tokens
     text = " ".join(f"{name}={value}" for name, value in settings.items())
     logger.info("OasisKV %s on vLLM %s: %s", __version__, installed_version(), text)
-    logger.info("OasisKV's memory plan per worker: %s", plan)
+    logger.info("OasisKV's memory plan per worker, of %d: %s", plan.workers, plan)

@@ -76,9 +76,17 @@ class OasisManager(FullAttentionManager):
             needed -= self._get_num_evictable_blocks(hits[sink:start])
             needed -= max(0, start - max(sink, len(hits)))
         needed = self._needed(state, num_tokens, needed)
-        if not self._state.admitted and needed > self.block_pool.get_num_free_blocks():
-            self._state.check_held()
+        waits = request_id not in self._state.admitted
+        if waits and needed > self.block_pool.get_num_free_blocks():
+            self._state.counts[f"refusals.{self._refused_for(state)}"] += 1
+            if not self._state.admitted:
+                self._state.check_held()
         return needed
+
+    def _refused_for(self, state: ScheduledRequest) -> str:
+        if state.request.request_id in self._state.held:
+            return "late"
+        return "pool" if self._store_has_room(state) else "store"
 
     def _needed(self, state: ScheduledRequest, num_tokens: int, needed: int) -> int:
         """``needed`` blocks and those that must be free beside them."""
@@ -114,7 +122,11 @@ class OasisManager(FullAttentionManager):
         super().add_local_computed_blocks(request_id, hits, *args)
 
     def allocate_external_computed_blocks(
-        self, request_id: str, num_local_computed_tokens: int, num_external_computed_tokens: int
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        **settings: Any,  # noqa: ANN401 - differs between vLLM's versions
     ) -> None:
         """Blocks for what is loaded from the store, between sink and window none."""
         end = num_local_computed_tokens + num_external_computed_tokens
@@ -125,12 +137,12 @@ class OasisManager(FullAttentionManager):
             missing = sink_tokens - len(table) * self.block_size
             if missing > 0:
                 super().allocate_external_computed_blocks(
-                    request_id, num_local_computed_tokens, missing
+                    request_id, num_local_computed_tokens, missing, **settings
                 )
             table.extend([self._null_block] * (start - len(table)))
             num_local_computed_tokens = len(table) * self.block_size
         super().allocate_external_computed_blocks(
-            request_id, num_local_computed_tokens, end - num_local_computed_tokens
+            request_id, num_local_computed_tokens, end - num_local_computed_tokens, **settings
         )
 
     def allocate_new_blocks(

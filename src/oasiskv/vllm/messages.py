@@ -55,12 +55,14 @@ class OasisAck(KVConnectorWorkerMetadata):
         stored: blocks in the store of each request of this step.
         damaged: store blocks that hold something else than was written there.
         in_flight: requests, dropped ones included, of which a write or a transfer is on its way.
+        workers: how many acknowledge this together.
     """
 
     window_start: dict[str, int]
     stored: dict[str, int] = field(default_factory=dict)
     in_flight: set[str] = field(default_factory=set)
     damaged: set[int] = field(default_factory=set)
+    workers: int = 1
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OasisAck:
         """What both workers have acknowledged, and what either has on its way."""
@@ -71,6 +73,7 @@ class OasisAck(KVConnectorWorkerMetadata):
             _least(self.stored, other.stored),
             self.in_flight | other.in_flight,
             self.damaged | other.damaged,
+            self.workers + other.workers,
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oasiskv.config import OasisConfig
-from oasiskv.vllm.shapes import sparse_specs, store_capacity_blocks
+from oasiskv.vllm.shapes import sparse_group, store_capacity_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,6 +36,10 @@ class MemoryPlan:
         sink_blocks: blocks of the sink.
         hot_blocks: S, slots of a sparse request.
         window_blocks: closed blocks of the window.
+        pool_block_bytes: bytes of one block of vLLM's pool. Layers of other groups use the same
+            memory, which may be for more layers than those that may go sparse.
+        other_blocks: most blocks of one request in vLLM's other groups, as of sliding windows.
+        workers: of the engine; each has tiers of these sizes.
     """
 
     pool_blocks: int
@@ -49,6 +53,9 @@ class MemoryPlan:
     sink_blocks: int
     hot_blocks: int
     window_blocks: int
+    pool_block_bytes: int
+    other_blocks: int = 0
+    workers: int = 1
 
     @property
     def dense_blocks(self) -> int:
@@ -69,7 +76,7 @@ class MemoryPlan:
     def sparse_blocks(self) -> int:
         """Blocks in the fast tier of such a request once sparse."""
         kept = self.sink_blocks + self.window_blocks + OPEN_BLOCKS
-        return self.hot_blocks + min(kept, self.dense_blocks)
+        return self.hot_blocks + min(kept, self.dense_blocks) + self.other_blocks
 
     @property
     def needed_pool_blocks(self) -> int:
@@ -79,12 +86,12 @@ class MemoryPlan:
         needs no more: those that come after it can be preempted, and then nothing is kept for them.
         """
         slots = self.hot_blocks if self.goes_sparse else 0
-        return NULL_BLOCKS + self.dense_blocks + slots
+        return NULL_BLOCKS + self.dense_blocks + self.other_blocks + slots
 
     @property
     def dense_requests(self) -> int:
         """Requests of ``longest_tokens`` that fit at once without OasisKV."""
-        return (self.pool_blocks - NULL_BLOCKS) // self.dense_blocks
+        return (self.pool_blocks - NULL_BLOCKS) // (self.dense_blocks + self.other_blocks)
 
     @property
     def sparse_requests(self) -> int:
@@ -96,7 +103,7 @@ class MemoryPlan:
         return min(in_pool, self.store_blocks // max(1, self.stored_blocks))
 
     def __str__(self) -> str:
-        pool = self.pool_blocks * self.block_bytes / GIB
+        pool = self.pool_blocks * self.pool_block_bytes / GIB
         digests = self.store_blocks * self.digest_bytes / MIB
         store = self.store_blocks * self.block_bytes / GIB
         return (
@@ -114,10 +121,13 @@ def plan_of(vllm_config: VllmConfig, config: OasisConfig, cache: KVCacheConfig) 
     Raises:
         ConfigError: the layers are not what OasisKV supports, or ``host_gib`` is missing.
     """
-    spec = next(iter(sparse_specs(cache).values()))
+    group = sparse_group(cache)
+    spec = next(iter(group.specs.values()))
+    others = [g.kv_cache_spec for i, g in enumerate(cache.kv_cache_groups) if i != group.index]
+    workers = vllm_config.parallel_config.tensor_parallel_size
     return MemoryPlan(
         pool_blocks=cache.num_blocks,
-        store_blocks=store_capacity_blocks(config, spec.block_bytes),
+        store_blocks=store_capacity_blocks(config, spec.block_bytes, workers),
         block_bytes=spec.block_bytes,
         digest_bytes=spec.digest_bytes,
         digests_in_pool=vllm_config.cache_config.num_gpu_blocks_override is None,
@@ -127,4 +137,10 @@ def plan_of(vllm_config: VllmConfig, config: OasisConfig, cache: KVCacheConfig) 
         sink_blocks=config.sink_blocks,
         hot_blocks=config.hot_blocks,
         window_blocks=config.window_blocks,
+        pool_block_bytes=sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks,
+        other_blocks=sum(
+            -(-other.max_memory_usage_bytes(vllm_config) // other.page_size_bytes)
+            for other in others
+        ),
+        workers=workers,
     )

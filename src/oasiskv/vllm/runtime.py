@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from oasiskv.config import OasisConfig
-from oasiskv.errors import StateError
+from oasiskv.errors import StateError, TransferError
 from oasiskv.vllm.batch_layers import BatchLayers
 from oasiskv.vllm.layers import SparseLayers, StepTokens
 from oasiskv.vllm.messages import OasisAck, OasisMetadata
 from oasiskv.vllm.settings import batch_limits
-from oasiskv.vllm.shapes import block_bytes, models_of, sparse_specs, store_capacity_blocks
+from oasiskv.vllm.shapes import block_bytes, models_of, sparse_group, store_capacity_blocks
+from oasiskv.vllm.stats import WorkerMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,6 +73,7 @@ class Runtime:
 
     Attributes:
         models: the target's sparse layers, then the draft model's, if there is one.
+        meter: what they did, for the metrics.
         runner: vLLM's model runner; set by the worker.
         before_step: called with the runtime before each forward, when all transfers are complete;
             tests disturb the hot set here.
@@ -86,8 +88,12 @@ class Runtime:
         kv_caches: dict[str, torch.Tensor],
     ) -> None:
         self.config = config
-        models = models_of(vllm_config, sparse_specs(cache))
-        capacity = store_capacity_blocks(config, block_bytes(models))
+        group = sparse_group(cache)
+        self._group = group.index
+        self._only_group = len(cache.kv_cache_groups) == 1
+        models = models_of(vllm_config, group.specs)
+        workers = vllm_config.parallel_config.tensor_parallel_size
+        capacity = store_capacity_blocks(config, block_bytes(models), workers)
         limits = batch_limits(vllm_config)
         graph_tokens = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.models: list[SparseLayers | BatchLayers] = []
@@ -95,9 +101,12 @@ class Runtime:
             caches = [kv_caches[name] for name in model.names]
             common = (model, config, caches, capacity, self._block_ids)
             if tiers_at_once(caches[0].device.type):
-                self.models.append(BatchLayers(*common, self.computed_before, limits, graph_tokens))
+                batched = BatchLayers(*common, self.computed_before, limits, graph_tokens)
+                batched.share_with(kv_caches)
+                self.models.append(batched)
             else:
                 self.models.append(SparseLayers(*common))
+        self.meter = WorkerMeter(self.models, vllm_config.parallel_config.rank)
         self._model_of = {name: model for model in self.models for name in model.index}
         self.runner: GPUModelRunner | None = None
         self.before_step: Callable[[Runtime], None] | None = None
@@ -205,9 +214,19 @@ class Runtime:
         Those that could not be loaded, and one of each request whose tiles are on no way to come.
         It holds tokens that were in place before the step, or vLLM does not look at it; and it is
         nobody else's. Where there is none, the next steps add one.
+
+        Raises:
+            TransferError: a request has failed and vLLM cannot end one of this model.
         """
         requests = [r for model in self._one_by_one for r in model.requests.values() if r.failed]
         found = {block for model in self._one_by_one for block in model.unloaded}
+        if requests and not self._only_group:
+            # vLLM looks for the block in requests of one KV-cache group only.
+            names = ", ".join(request.request_id for request in requests)
+            raise TransferError(
+                f"the store owes {names} what will not come, and vLLM cannot end single requests "
+                "of a model with several KV-cache groups: start the engine again"
+            )
         for request in requests:
             name = request.request_id
             if name in self._runner().input_batch.req_id_to_index:
@@ -240,7 +259,7 @@ class Runtime:
 
     def _block_ids(self, name: str) -> list[int]:
         """vLLM's blocks of a request, stale where given back."""
-        blocks: list[int] = self._runner().requests[name].block_ids[0]
+        blocks: list[int] = self._runner().requests[name].block_ids[self._group]
         return blocks
 
     def _runner(self) -> GPUModelRunner:

@@ -1,6 +1,7 @@
 """What the scheduler side knows of each request, for KV-cache manager and connector alike."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -101,9 +102,12 @@ class SchedulerState:
         returned: slots that vLLM's pool is to have back.
         lost_after_s: what has been held for longer is taken to be held for ever.
         store: hands out store blocks; None until the connector has made it.
+        restores: the store holds all KV of a request, so that a preempted one comes back from it.
+            Not where other layers, as of sliding windows, have KV too: there it starts again.
         shares: requests find blocks of others in the store.
         decode_tokens: most tokens of a decoding request in one step, drafts included.
         batch_tokens: most tokens of all requests in one step.
+        counts: what happened since it was last reported, by key of the metrics' catalogue.
     """
 
     def __init__(self) -> None:
@@ -120,9 +124,11 @@ class SchedulerState:
         self.returned: list[KVCacheBlock] = []
         self.lost_after_s = 0.0
         self.store: PrefixBlocks | None = None
+        self.restores = True
         self.shares = False
         self.decode_tokens = 1
         self.batch_tokens = 1
+        self.counts: Counter[str] = Counter()
 
     def admit(self, request_id: str, store_blocks: int, past_tokens: int) -> None:
         """It has got its first blocks.
@@ -172,6 +178,7 @@ class SchedulerState:
         state.stored = stored
         if window_start is not None and state.closed_dense is None:
             state.closed_dense = stored
+            self.counts["transitions"] += 1
         # What a failed request has stored may be wrong.
         failed = state.request.status is RequestStatus.FINISHED_ERROR
         hashes = state.request.block_hashes if self.shares and not failed else []
@@ -229,6 +236,9 @@ class SchedulerState:
         for group in (self.admitted, self.may_go_sparse, self.in_transition, self.moved):
             group.pop(request_id, None)
         ended = state.request.is_finished()
+        if not self.restores:
+            state.window_start = state.stored = 0
+            state.closed_dense = None
         state.resume_start = state.resume_start or state.window_start
         if state.promised:
             self.dropped[request_id] = not ended and state.resume_start > 0

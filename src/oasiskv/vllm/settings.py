@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from oasiskv.config import OasisConfig
 from oasiskv.core.batch_limits import BatchLimits
 from oasiskv.errors import ConfigError
-from oasiskv.vllm.compat import DISABLE
+from oasiskv.vllm.compat import DISABLE, disabled
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,6 +42,15 @@ def config_of(vllm_config: VllmConfig) -> OasisConfig:
     config = OasisConfig(**transfer.kv_connector_extra_config)
     check_settings(config)
     return config
+
+
+def stays_dense(vllm_config: VllmConfig) -> bool:
+    """Whether the plugin leaves this engine alone: it is switched off, or the model pools.
+
+    A pooling model (embeddings, scores, classes) decodes nothing: all its requests end with their
+    prompt, which is dense.
+    """
+    return disabled() or vllm_config.model_config.runner_type == "pooling"
 
 
 def check_settings(config: OasisConfig) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oasiskv.config import OasisConfig
+from oasiskv.config import BLOCK_TOKENS, OasisConfig
 from oasiskv.core.digests import DigestPool
 from oasiskv.core.geometry import KVGeometry
 from oasiskv.errors import ConfigError
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
     from oasiskv.vllm.spec import OasisSpec
+
+
+KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Of the KV cache; what a tile and its digest are computed in."""
 
 
 @dataclass(frozen=True)
@@ -37,25 +41,38 @@ class ModelLayers:
     is_draft: bool
 
 
-def sparse_specs(cache: KVCacheConfig) -> dict[str, OasisSpec]:
-    """Spec of each layer that may go sparse. The scheduler sees one spec for all of them.
+@dataclass(frozen=True)
+class SparseGroup:
+    """vLLM's KV-cache group of the layers that may go sparse.
+
+    Args:
+        index: among vLLM's groups; a request has a block table in each.
+        specs: of its layers, by name. The scheduler sees one spec for all of them.
+    """
+
+    index: int
+    specs: dict[str, OasisSpec]
+
+
+def sparse_group(cache: KVCacheConfig) -> SparseGroup:
+    """The group of the layers that may go sparse.
 
     Raises:
-        ConfigError: there is not exactly one group of them.
+        ConfigError: there is not exactly one, or vLLM has changed the size of its blocks.
     """
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     from oasiskv.vllm.spec import OasisSpec
 
     found = []
-    for group in cache.kv_cache_groups:
+    for index, group in enumerate(cache.kv_cache_groups):
         spec = group.kv_cache_spec
         if isinstance(spec, UniformTypeKVCacheSpecs):
             specs = {name: spec.kv_cache_specs[name] for name in group.layer_names}
         else:
             specs = dict.fromkeys(group.layer_names, spec)
         if all(isinstance(one, OasisSpec) for one in specs.values()):
-            found.append(specs)
+            found.append(SparseGroup(index, specs))
     if len(found) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in cache.kv_cache_groups)
         raise ConfigError(
@@ -63,6 +80,16 @@ def sparse_specs(cache: KVCacheConfig) -> dict[str, OasisSpec]:
             f"{kinds or 'none'}): use a model whose full-attention layers are alike, or set "
             f"{DISABLE}=1 to run without OasisKV"
         )
+    for name, one in found[0].specs.items():
+        # So that all groups share one pool where the KV of a token differs in size.
+        if one.block_size != BLOCK_TOKENS or one.page_size_padded is not None:
+            raise ConfigError(
+                f"vLLM gives layer {name} blocks of {one.block_size} tokens in "
+                f"{one.page_size_bytes} bytes, for other layers of the model need blocks of "
+                f"another size, and blocks of {BLOCK_TOKENS} tokens without padding are needed: "
+                f"use a model whose layers have KV of one size, or set {DISABLE}=1 to run without "
+                "OasisKV"
+            )
     return found[0]
 
 
@@ -76,7 +103,7 @@ def models_of(
         specs: spec of each layer that may go sparse.
 
     Raises:
-        ConfigError: the layers of one model differ in shape.
+        ConfigError: the layers of one model differ in shape, or their KV is quantized.
     """
     parallel = vllm_config.parallel_config
     target = vllm_config.model_config.get_num_attention_heads(parallel)
@@ -108,11 +135,11 @@ def digest_row_bytes(config: OasisConfig, geometry: KVGeometry) -> int:
     return one.row_bytes
 
 
-def store_capacity_blocks(config: OasisConfig, size: int) -> int:
-    """Blocks of ``size`` bytes that the host store of one worker holds."""
+def store_capacity_blocks(config: OasisConfig, size: int, workers: int) -> int:
+    """Blocks of ``size`` bytes that the host store of one of ``workers`` workers holds."""
     if config.host_gib is None:
         raise ConfigError("host_gib is not set: give the size of the host store, GiB")
-    return int(config.host_gib * 2**30) // size
+    return int(config.host_gib * 2**30) // (size * workers)
 
 
 def _geometry(specs: Mapping[str, FullAttentionSpec], query_heads: int) -> KVGeometry:
@@ -127,6 +154,12 @@ def _geometry(specs: Mapping[str, FullAttentionSpec], query_heads: int) -> KVGeo
             "OasisKV"
         )
     [(kv_heads, head_dim, block_tokens, dtype)] = shapes
+    if dtype not in KV_DTYPES:
+        raise ConfigError(
+            f"kv_cache_dtype: the model's KV is of {dtype}, which is not supported by OasisKV "
+            f"({', '.join(map(str, KV_DTYPES))} are): set it to the dtype of the model, or set "
+            f"{DISABLE}=1 to run without OasisKV"
+        )
     return KVGeometry(
         num_layers=len(specs),
         num_kv_heads=kv_heads,

@@ -8,6 +8,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from oasiskv.config import OasisConfig
+from oasiskv.vllm.compat import fits_null_block
 from oasiskv.vllm.manager import OasisManager
 from oasiskv.vllm.plan import NULL_BLOCKS
 from oasiskv.vllm.shapes import ModelLayers, block_bytes, digest_bytes
@@ -55,7 +56,7 @@ class OasisSpec(FullAttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """What the longest request needs: all dense, and where vLLM is to fit ``max_model_len``
-        to the pool (-1), its slots and vLLM's own block.
+        to the pool (-1), its slots, and vLLM's own block if vLLM forgets it.
 
         A ``max_model_len`` that was asked for is checked by ``check_sizes``, which says more.
         """
@@ -63,7 +64,8 @@ class OasisSpec(FullAttentionSpec):
         model = vllm_config.model_config
         if model.original_max_model_len != -1 or model.max_model_len <= self.threshold_tokens:
             return dense
-        return dense + (self.hot_blocks + NULL_BLOCKS) * int(self.page_size_bytes)
+        forgotten = 0 if fits_null_block() else NULL_BLOCKS
+        return dense + (self.hot_blocks + forgotten) * int(self.page_size_bytes)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:

@@ -11,11 +11,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from oasiskv.drafts.lookahead import LookaheadMode
-from oasiskv.vllm.checks import check_digests, check_engine, check_layers, check_process
-from oasiskv.vllm.compat import disabled
+from oasiskv.vllm.checks import (
+    check_digests,
+    check_engine,
+    check_host_memory,
+    check_layers,
+    check_process,
+)
 from oasiskv.vllm.runtime import current_runtime, tiers_at_once
 from oasiskv.vllm.sampler import HeldBackSampler
-from oasiskv.vllm.settings import batch_limits, config_of
+from oasiskv.vllm.settings import batch_limits, config_of, stays_dense
 from oasiskv.vllm.shapes import block_bytes, digest_bytes, models_of, store_capacity_blocks
 from oasiskv.vllm.spec import OasisSpec
 
@@ -23,14 +28,14 @@ from oasiskv.vllm.spec import OasisSpec
 class OasisGPUWorker(Worker):
     """vLLM's worker with OasisKV's runtime beside its model runner, on CUDA.
 
-    With OASISKV_DISABLE=1 it is vLLM's, and nothing else.
+    Where ``stays_dense`` it is vLLM's, and nothing else.
 
     Raises:
         ConfigError: vLLM's configuration asks for what OasisKV does not support.
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **settings: Any) -> None:  # noqa: ANN401
-        self._inert = disabled()
+        self._inert = stays_dense(vllm_config)
         if not self._inert:
             check_process()
             check_engine(vllm_config)
@@ -67,7 +72,9 @@ class OasisGPUWorker(Worker):
                 limits.state_bytes(m.geometry, config) + limits.scratch_bytes(m.geometry)
                 for m in self._models
             )
-        blocks = store_capacity_blocks(config, block_bytes(self._models))
+        size = block_bytes(self._models)
+        blocks = store_capacity_blocks(config, size, self.parallel_config.tensor_parallel_size)
+        check_host_memory(blocks * size, self.vllm_config)
         digests = blocks * digest_bytes(config, self._models)
         check_digests(available, digests, blocks)
         return available - digests
@@ -93,6 +100,8 @@ class OasisGPUWorker(Worker):
         """Sampled tokens, and with them what the tiers have acknowledged."""
         output: ModelRunnerOutput = super().sample_tokens(grammar_output)
         if not self._inert and output.kv_connector_output is not None:
-            ack = current_runtime().after_step(output)
+            runtime = current_runtime()
+            ack = runtime.after_step(output)
             output.kv_connector_output.kv_connector_worker_meta = ack
+            output.kv_connector_output.kv_connector_stats = runtime.meter.take()
         return output

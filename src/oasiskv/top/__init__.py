@@ -1,0 +1,1 @@
+"""``oasiskv top``: a server's metrics at a terminal."""
