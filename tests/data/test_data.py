@@ -1,5 +1,6 @@
 """The texts that travel with the package are what their READMEs say."""
 
+import lzma
 import re
 
 import pytest
@@ -34,3 +35,24 @@ def test_the_novel_is_plain_prose():
 def test_a_missing_file_is_named():
     with pytest.raises(FileNotFoundError, match=r"texts/nothing\.txt"):
         data_path("texts/nothing.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "characters"),
+    [
+        ("persuasion_5_24", "Chapter 5\n\nOn the morning appointed", 413_954),
+        ("python_code", "# email/feedparser.py\n\n# Copyright (C) 2004-2006 Python", 509_423),
+        ("python_manual", 'The "assert" statement\n****', 373_335),
+    ],
+)
+def test_the_packed_texts_are_what_their_readme_says(name, start, characters):
+    text = lzma.decompress(data_path(f"texts/{name}.txt.xz").read_bytes()).decode()
+    assert text.startswith(start)
+    assert len(text) == characters
+    assert f"`{name}.txt.xz`" in data_path("texts/README.md").read_text()
+
+
+def test_the_python_texts_come_with_their_licence():
+    licence = data_path("texts/LICENSE.python").read_text()
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in licence
+    assert "`LICENSE.python`" in data_path("texts/README.md").read_text()
