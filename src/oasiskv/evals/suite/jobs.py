@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from functools import lru_cache
 from multiprocessing import get_context
 
@@ -71,7 +71,9 @@ def run(
         initargs=(max(1, (os.cpu_count() or 1) // jobs),),
     )
     try:
-        running = {pool.submit(_measure, unit, device.type): unit for unit in todo}
+        running: dict[Future[list[Row]], Unit] = {
+            pool.submit(_measure, unit, device.type): unit for unit in todo
+        }
         for future in as_completed(running):
             kept.add(running[future].name, future.result())
             on_unit()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ class _Anchor:
         if not is_dense:
             expected = self._dense.tokens if question.kind == "answer" else []
             found = self._decode(method, self._unit.budget, expected)
-        row = {
+        row: dict[str, Any] = {
             "model": self._unit.model,
             "task": question.task,
             "question": question.name,
@@ -112,7 +113,7 @@ class _Anchor:
             row |= self._compare(found.logits, len(question.question))
         return Row(**row)
 
-    def _compare(self, logits: Tensor, first: int) -> dict[str, object]:
+    def _compare(self, logits: Tensor, first: int) -> dict[str, Any]:
         """From the logits of the tokens after the question."""
         ours, theirs = logits[first:].log_softmax(-1), self._log_probs[first:]
         tokens = torch.tensor(self._forced[first:])

@@ -24,22 +24,28 @@ class Part:
     methods: tuple[str, ...] = tuple(METHODS)
 
 
-_ASKED = {
-    "passkey": 4,
-    "needles-keys": 4,
-    "needles-values": 4,
-    "needles-queries": 4,
-    "json": 4,
-    "variables": 4,
-    "table": 4,
-}
+_ANSWERS = (
+    "passkey",
+    "needle_keys",
+    "needle_values",
+    "needle_queries",
+    "needle_turns",
+    "json_pairs",
+    "variables",
+    "table_middle",
+    "table_spread",
+)
+_TEXTS = {"forced_prose": 2, "forced_code": 2, "forced_manual": 2}
 _BUDGETS = (512, 1024, 2048)
 
 SUITES = {
-    "quick": (Part("smollm2-135m", 3256, {"prose": 2}, (512, 1024)),),
+    "quick": (Part("smollm2-135m", 3256, {"forced_prose": 2}, (512, 1024)),),
     "full": (
-        Part("smollm2-135m", 7500, {"prose": 2, "code": 2, "manual": 2}, _BUDGETS),
+        Part("smollm2-135m", 7500, _TEXTS, _BUDGETS),
         Part("smollm2-135m", 7500, {"free": 1}, (1024,)),
-        *(Part("smollm2-135m-32k", tokens, _ASKED, _BUDGETS) for tokens in (8192, 16384, 32768)),
+        *(
+            Part("smollm2-135m-32k", tokens, dict.fromkeys(_ANSWERS, 4), _BUDGETS)
+            for tokens in (8192, 16384, 32768)
+        ),
     ),
 }

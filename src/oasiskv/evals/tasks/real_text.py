@@ -9,7 +9,7 @@ from oasiskv.errors import PromptError
 from oasiskv.evals.tasks.base import Question, Task
 from oasiskv.evals.tasks.texts import TEXTS, dialogues, encode_bundled, opening, passages
 
-FORCED_TOKENS = 128
+FORCED_TOKENS = 256
 FREE_TOKENS = 1024
 LEAST_PROMPT = 256
 

@@ -1,0 +1,163 @@
+"""A suite runs, goes on after a kill, and becomes tables and a picture."""
+
+import json
+
+import pytest
+import torch
+
+from oasiskv.errors import ConfigError
+from oasiskv.evals.methods import METHODS
+from oasiskv.evals.suite import jobs
+from oasiskv.evals.suite.plots import plot
+from oasiskv.evals.suite.rows import Row, RowFile
+from oasiskv.evals.suite.run import Unit, measure
+from oasiskv.evals.suite.suites import SUITES
+from oasiskv.evals.suite.tables import markdown, sections, settings
+from oasiskv.evals.tasks import TASKS
+from oasiskv.evals.tasks.base import Question
+from tiny import prompt_of, tiny_llama
+
+BUDGET = 64
+RUN = {"suite": "tiny"}
+
+
+def question(kind, name, answer=(), new=0):
+    asked = prompt_of(10, seed=2) if kind == "answer" else []
+    return Question("task", name, name, prompt_of(400), asked, list(answer), kind, new)
+
+
+def unit(kind, name="one", budget=BUDGET, methods=tuple(METHODS), **given):
+    return Unit("tiny", 500, question(kind, name, **given), budget, methods, 0)
+
+
+def row(method="dense", budget=512, group="a", **values):
+    return Row("m", "t", group, group, "answer", method, budget, 100, **values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("answer", {"answer": [1], "new": 3}),
+        ("forced", {"answer": prompt_of(40, seed=3)}),
+        ("free", {"new": 40}),
+    ],
+)
+def test_every_method_gives_a_row(kind, given):
+    rows = measure(tiny_llama(), unit(kind, **given))
+    assert [row.method for row in rows] == list(METHODS)
+    dense = rows[0]
+    assert dense.moved_bytes is None
+    for found in rows:
+        if kind == "answer":
+            assert found.score in (0, 1)
+            assert found.dense_score == dense.score
+        else:
+            assert found.kl >= -1e-6
+            # Quest leaves two layers dense, and there are two.
+            assert (found.kl < 1e-6) == (found.method in ("dense", "quest"))
+            assert len(found.agree_by_quarter) == 4
+    if kind == "free":
+        assert dense.first_difference == 40
+    predicted = {row.method for row in rows if row.agreement is not None}
+    assert predicted == {name for name in METHODS if name.startswith("oasis")}
+
+
+def test_a_run_that_was_killed_goes_on(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    first = RowFile(path, RUN)
+    first.add("a", [row(score=1.0, dense_score=1.0, mass=(0.5, 0.25))])
+    first.add("b", [row(group="b", score=0.0, dense_score=1.0)])
+    with path.open("a") as out:
+        out.write('{"unit": "c", "rows": [{"mo')
+    again = RowFile(path, RUN)
+    assert again.units == first.units
+    again.add("c", [row(group="c")])
+    assert list(RowFile(path, RUN).units) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"suite": "tiny"}\n{"unit": 1}\n', "[]\nnull\n"])
+def test_a_file_of_something_else_is_refused(tmp_path, text):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="give another --out"):
+        RowFile(path, RUN)
+
+
+def test_a_file_of_another_run_is_refused(tmp_path):
+    RowFile(tmp_path / "rows.jsonl", RUN)
+    with pytest.raises(ConfigError, match="another run"):
+        RowFile(tmp_path / "rows.jsonl", {"suite": "other"})
+
+
+def test_only_what_is_not_there_is_measured(tmp_path, monkeypatch):
+    class Here:
+        """Runs at once, in this process."""
+
+        def __init__(self, *_args, **_settings):
+            pass
+
+        def submit(self, function, *args):
+            future = jobs.Future()
+            future.set_result(function(*args))
+            return future
+
+        def shutdown(self, cancel_futures):
+            pass
+
+    measured = []
+
+    def measure_one(unit, device):
+        measured.append(unit.name)
+        return [row()]
+
+    monkeypatch.setattr(jobs, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(jobs, "_measure", measure_one)
+    units = [unit("forced", name) for name in "abc"]
+    kept = RowFile(tmp_path / "rows.jsonl", RUN)
+    kept.add(units[1].name, [row()])
+    told = []
+    jobs.run(units, torch.device("cpu"), 2, kept, lambda: told.append(1))
+    assert measured == [units[0].name, units[2].name]
+    assert len(told) == 3
+    assert set(kept.units) == {each.name for each in units}
+
+
+def test_suites_name_what_there_is():
+    for parts in SUITES.values():
+        for part in parts:
+            assert set(part.tasks) <= set(TASKS)
+            assert set(part.methods) == set(METHODS)
+
+
+@pytest.fixture
+def rows():
+    return [
+        row(method, budget, group, score=score, dense_score=dense, moved_bytes=moved)
+        for method, moved, scores in (("dense", None, "110"), ("oasis-none", 2**20, "100"))
+        for budget in (512, 1024)
+        for group, score, dense in zip("abc", map(float, scores), (1.0, 1.0, 0.0), strict=True)
+    ]
+
+
+def test_tables(rows):
+    text = markdown(rows, 0)
+    assert "Dense answers 2 of 3" in text
+    assert "| dense | - | 1.000 (1.000 to 1.000) | 0.000 (0.000 to 0.000) | 2 | - |" in text
+    assert (
+        "| oasis-none | 512 | 0.500 (0.000 to 1.000) | 0.500 (0.000 to 1.000) | 2 | 1.00 |" in text
+    )
+    assert "t, m, 100 tokens, oasis-none, K = 512: 0.500" in text
+    assert settings(rows) == [("dense", 0), ("oasis-none", 512), ("oasis-none", 1024)]
+    assert list(sections(rows)) == ["t, m, 100 tokens"]
+
+
+def test_a_picture(rows, tmp_path):
+    plot(rows, tmp_path / "out.png", 0)
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+def test_rows_are_plain_json(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    RowFile(path, RUN).add("a", measure(tiny_llama(), unit("forced", answer=prompt_of(20))))
+    _, line = path.read_text().splitlines()
+    assert {each["method"] for each in json.loads(line)["rows"]} == set(METHODS)
