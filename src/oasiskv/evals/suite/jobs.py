@@ -19,21 +19,23 @@ from oasiskv.models.resolve import resolve_model
 
 
 def units_of(parts: Sequence[Part], seed: int) -> list[Unit]:
-    """Everything to measure, what takes longest first.
+    """Everything to measure, part by part, what takes longest first.
 
     Raises:
         PromptError: a task has no such length.
     """
     units = []
     for part in parts:
+        own = []
         tokenizer = load_tokenizer(resolve_model(part.model))
         for task, count in part.tasks.items():
             for question in TASKS[task].make(tokenizer, count, part.tokens, seed):
-                units += [
+                own += [
                     Unit(part.model, part.tokens, question, budget, part.methods, seed)
                     for budget in part.budgets
                 ]
-    return sorted(units, key=lambda unit: -unit.decoded)
+        units += sorted(own, key=lambda unit: -unit.decoded)
+    return units
 
 
 def run(

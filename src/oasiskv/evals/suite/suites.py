@@ -41,8 +41,8 @@ _BUDGETS = (512, 1024, 2048)
 SUITES = {
     "quick": (Part("smollm2-135m", 3256, {"forced_prose": 2}, (512, 1024)),),
     "full": (
-        Part("smollm2-135m", 7500, _TEXTS, _BUDGETS),
         Part("smollm2-135m", 7500, {"free": 1}, (1024,)),
+        Part("smollm2-135m", 7500, _TEXTS, _BUDGETS),
         *(
             Part("smollm2-135m-32k", tokens, dict.fromkeys(_ANSWERS, 4), _BUDGETS)
             for tokens in (8192, 16384, 32768)
