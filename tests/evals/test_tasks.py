@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from oasiskv.errors import PromptError
 from oasiskv.evals.tasks import TASKS, Part, Question
+from oasiskv.evals.tasks.base import find
 from oasiskv.evals.tasks.planted import NOISE, Sketch, plant, word_ids
 from oasiskv.evals.tasks.real_text import FREE_TOKENS
 from oasiskv.evals.tasks.tables import MONTHS
@@ -303,3 +304,18 @@ def test_more_tokens_than_there_are_pairs_are_refused(tokenizer):
 def test_too_few_tokens_are_refused(tokenizer, name):
     with pytest.raises(PromptError, match=rf"'{name}' .*more than 30 tokens"):
         TASKS[name].make(tokenizer, 1, 30, 0)
+
+
+@pytest.mark.parametrize("name", ["needle_keys", "json_pairs"])
+def test_the_answers_stand_at_even_depths(tokenizer, name):
+    for index, question in enumerate(TASKS[name].make(tokenizer, 5, 4000, 0)):
+        depth = find(question.prompt, question.answer) / len(question.prompt)
+        assert depth == pytest.approx((index + 0.5) / 5, abs=0.05)
+
+
+def test_needle_queries_count_every_number_after_its_name(tokenizer):
+    question = TASKS["needle_queries"].make(tokenizer, 1, 2000, 0)[0]
+    lines = tokenizer.decode(question.answer).split("\n")
+    wrong = [lines[0], re.sub(r"\d", "0", lines[1]), lines[2]]
+    assert question.score(encode_text(tokenizer, "\n".join(wrong))) == pytest.approx(2 / 3)
+    assert question.score(encode_text(tokenizer, lines[0])) == pytest.approx(1 / 3)
