@@ -57,9 +57,7 @@ def suite_command(
         Path, typer.Option(help="folder of results; a run that was killed goes on there")
     ] = Path("oasiskv-eval"),
     seed: Annotated[int, typer.Option(help="of tasks and methods")] = 0,
-    jobs: Annotated[
-        int | None, typer.Option(help="processes; default 2, on CUDA 12", min=1)
-    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="processes; default 2, on CUDA 1", min=1)] = None,
     device: Device = None,
 ) -> None:
     """Measure accuracy and traffic: a suite of tasks with every method, or one of the commands."""
@@ -73,7 +71,7 @@ def suite_command(
     kept = RowFile(out / "rows.jsonl", described)
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task(suite.value, total=len(units))
-        count = jobs or (2 if where.type == "cpu" else 12)
+        count = jobs or (2 if where.type == "cpu" else 1)
         run_units(units, where, count, kept, lambda: progress.advance(task))
     text = markdown(kept.rows, seed)
     (out / "tables.md").write_text(text, encoding="utf-8")

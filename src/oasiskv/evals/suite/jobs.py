@@ -1,4 +1,4 @@
-"""All units of a suite, by several processes at once: most of a step is the host's time."""
+"""All units of a suite, by several processes at once."""
 
 import os
 from collections.abc import Callable, Sequence
