@@ -236,7 +236,7 @@ def test_an_answer_of_parts_is_scored_by_their_share():
 def test_forced_text_goes_on_as_the_text_does(tokenizer, name):
     text = read_text("prose" if name == "forced_dialogue" else name.removeprefix("forced_"))
     for question in TASKS[name].make(tokenizer, 3, 1500, 0):
-        assert (question.kind, question.question, len(question.answer)) == ("forced", [], 128)
+        assert (question.kind, question.question, len(question.answer)) == ("forced", [], 256)
         piece = tokenizer.decode([*question.prompt[-100:], *question.answer])
         assert "<?>" not in piece
         assert piece in text
