@@ -201,16 +201,18 @@ def test_a_thousand_bad_requests_leave_memory_where_it_was(server):
         memory = sum(one.memory_info().rss for one in processes)
         return memory, sum(one.num_fds() for one in processes)
 
-    # The allocator's own growth ends after some 1,600.
-    bad_requests(server, 2000)
-    assert streamed(server, "a" * 100, 4) != []
-    before, files = used()
-    bad_requests(server, 1000)
-    assert streamed(server, "a" * 100, 4) != []
-    after, files_after = used()
-    # What is kept of a request, its task and its answer would be more than 3 KiB.
-    assert after - before < 1000 * 3 * 2**10
-    assert files_after - files < 10
+    grown, files = [], []
+    for _ in range(4):
+        before, files_before = used()
+        bad_requests(server, 1000)
+        assert streamed(server, "a" * 100, 4) != []
+        after, files_after = used()
+        grown.append(after - before)
+        files.append(files_after - files_before)
+    # The allocator's own growth comes and ends; what is kept of requests comes with each thousand. A
+    # task or an answer that is kept is more than 3 KiB.
+    assert min(grown) < 1000 * 3 * 2**10
+    assert min(files) < 10
     assert server.get("/health")[0] == 200
 
 

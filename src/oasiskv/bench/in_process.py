@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,16 +61,24 @@ def vllm_in_process() -> Iterator[Callable[[OasisConfig], dict[str, Any]]]:
             raise ConfigError("OASISKV_DISABLE is set and this bench runs OasisKV: unset it")
         return plugin
 
+    before = dict(os.environ)
     os.environ.update(_NEEDED)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     # vLLM's CPU build takes its KV memory from this variable, whatever is asked for.
-    before = os.environ.pop(_KV_SPACE, None)
+    os.environ.pop(_KV_SPACE, None)
+    # From 0.32 on vLLM sets its logger up again with an engine, by these variables.
+    logger = logging.getLogger("vllm")
+    level, handlers = logger.level, list(logger.handlers)
     try:
         yield plugin_args
     finally:
-        if before is not None:
-            os.environ[_KV_SPACE] = before
+        for name in (*_NEEDED, *_DEFAULTS, _KV_SPACE):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 @contextmanager
