@@ -6,9 +6,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
-from pathlib import Path
 
+import psutil
 from openai import OpenAI
 
 COMMAND = [sys.executable, "-c", "from oasiskv.cli import main; main()", "serve"]
@@ -44,6 +45,11 @@ class Server:
                 break
         else:
             raise AssertionError("".join(self.lines))
+        # It says so just before it listens.
+        deadline = time.monotonic() + 30
+        while not self._listens():
+            assert time.monotonic() < deadline
+            assert self.process.poll() is None
         self._reader = threading.Thread(target=self.lines.extend, args=(self.process.stdout,))
         self._reader.start()
         self.client = OpenAI(
@@ -54,12 +60,29 @@ class Server:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}") as answer:
             return answer.status, answer.read().decode()
 
+    def _listens(self):
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self.port)) == 0
+
     def end(self):
         """SIGTERM; returns the exit status and what is left of the process group."""
         group = self.process.pid
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(timeout=60)
         self._reader.join()
-        groups = (entry / "stat" for entry in Path("/proc").iterdir() if entry.name.isdigit())
-        stats = [path.read_text().rsplit(")", 1)[1].split() for path in groups if path.exists()]
-        return code, [stat for stat in stats if int(stat[2]) == group and stat[0] != "Z"]
+        # Those that end with their parent need a moment to notice.
+        _, left = psutil.wait_procs(_members(group), timeout=10)
+        return code, left
+
+
+def _members(group):
+    """Processes of a group that have not ended."""
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            # It ended while we looked.
+            continue
+    return members

@@ -209,8 +209,8 @@ def test_a_thousand_bad_requests_leave_memory_where_it_was(server):
         after, files_after = used()
         grown.append(after - before)
         files.append(files_after - files_before)
-    # The allocator's own growth comes and ends; what is kept of requests comes with each thousand. A
-    # task or an answer that is kept is more than 3 KiB.
+    # The allocator's own growth comes and ends; what is kept of requests comes with each thousand.
+    # A task or an answer that is kept is more than 3 KiB.
     assert min(grown) < 1000 * 3 * 2**10
     assert min(files) < 10
     assert server.get("/health")[0] == 200
