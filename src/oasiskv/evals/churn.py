@@ -66,9 +66,7 @@ def run(
             drafts = OracleDrafts({"churn": forced}, {"churn": prefill_tokens})
             engine = Engine(loaded, arm, store=store, drafts=drafts)
             request = engine.submit("churn", prompt, len(forced), forced=forced, prefilled=shared)
-            for output in engine.stream():
-                if output.error is not None:
-                    raise output.error
+            engine.run()
             shares[index].append(
                 [float(s.misses.sum()) / s.wanted for s in request.stats.traffic if s.wanted]
             )

@@ -128,10 +128,13 @@ def _none(_loaded: LoadedModel, _prompt: Sequence[int], _follows: Sequence[int])
 
 
 _NAME = "eval"
+DENSE = "dense"
+"""The method that all others are compared with."""
+
 METHODS = {
     method.name: method
     for method in (
-        Method("dense", "everything", policy=lambda count, seed: Dense(count)),
+        Method(DENSE, "everything", policy=lambda count, seed: Dense(count)),
         Method("exact", "same step, exact keys", policy=lambda count, seed: ExactTop(count)),
         Method("quest", "Quest, same step", policy=lambda count, seed: Quest(count)),
         Method(
@@ -234,9 +237,7 @@ def _run_engine(
 
     engine.before_step, engine.observer = hold, keep
     request = engine.submit(_NAME, prompt, count, forced=forced, prefilled=prefilled)
-    for output in engine.stream():
-        if output.error is not None:
-            raise output.error
+    engine.run()
     tokens = request.output[len(forced) :]
     stats = request.stats
     wanted = sum(step.wanted for step in stats.traffic)

@@ -167,9 +167,7 @@ def _answer(
         store = HostStore(loaded.geometry, loaded.geometry.blocks_for(len(prompt) + new))
     engine = Engine(loaded, config, store=store, drafts=drafts)
     request = engine.submit("case", prompt, new, forced=forced, prefilled=shared)
-    for output in engine.stream():
-        if output.error is not None:
-            raise output.error
+    engine.run()
     return request.output[len(forced) :]
 
 

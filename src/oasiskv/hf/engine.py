@@ -183,10 +183,18 @@ class Engine:
             self.submit(name, prompt, max_new_tokens)
             for name, prompt in zip(ids, prompts, strict=True)
         ]
+        self.run()
+        return [request.output for request in requests]
+
+    def run(self) -> None:
+        """Run steps until no request is left.
+
+        Raises:
+            OasisError: a request failed; those that run are left where they are.
+        """
         for output in self.stream():
             if output.error is not None:
                 raise output.error
-        return [request.output for request in requests]
 
     def stream(self) -> Iterator[StepOutput]:
         """Run steps until no request is left, and yield what they give."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from oasiskv.errors import ConfigError
+from oasiskv.evals.methods import DENSE
 from oasiskv.evals.statistics import estimate
 from oasiskv.evals.suite.rows import Row
 from oasiskv.evals.suite.tables import MIB, answered, by_group, of, sections, settings
@@ -27,12 +28,12 @@ def plot(rows: Sequence[Row], path: Path, seed: int) -> None:
     for (by_budget, by_bytes), (title, own) in zip(axes, titled.items(), strict=True):
         name = "score" if own[0].kind == "answer" else "agree"
         usable = answered(own) if name == "score" else own
-        dense = by_group(of(usable, "dense", 0), name)
+        dense = by_group(of(usable, DENSE, 0), name)
         for axis, label in ((by_budget, "K, tokens"), (by_bytes, "moved, MiB a step")):
             axis.set(xlabel=label, ylabel=name, title=title)
             if dense:
-                axis.axhline(estimate(dense, seed).mean, ls="--", color="gray", label="dense")
-        for method in dict.fromkeys(row.method for row in usable if row.method != "dense"):
+                axis.axhline(estimate(dense, seed).mean, ls="--", color="gray", label=DENSE)
+        for method in dict.fromkeys(row.method for row in usable if row.method != DENSE):
             budgets = [budget for each, budget in settings(usable) if each == method]
             points = [of(usable, method, budget) for budget in budgets]
             found = [estimate(by_group(point, name), seed) for point in points]

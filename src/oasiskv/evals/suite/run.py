@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from oasiskv.config import BLOCK_TOKENS
-from oasiskv.evals.methods import METHODS, Decoded
+from oasiskv.evals.methods import DENSE, METHODS, Decoded
 from oasiskv.evals.suite.rows import QUARTERS, Row
 from oasiskv.evals.tasks.base import Question
 from oasiskv.hf.loading import LoadedModel
 from oasiskv.hf.prefill import prefill
-
-DENSE = "dense"
 
 
 @dataclass(frozen=True)

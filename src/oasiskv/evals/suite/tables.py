@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from oasiskv.evals.methods import METHODS
+from oasiskv.evals.methods import DENSE, METHODS
 from oasiskv.evals.statistics import Estimate, difference, estimate
 from oasiskv.evals.suite.rows import Row
 
@@ -49,7 +49,7 @@ def sections(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _budget(row: Row) -> int:
-    return 0 if row.method == "dense" else row.budget
+    return 0 if row.method == DENSE else row.budget
 
 
 def markdown(rows: Sequence[Row], seed: int) -> str:
@@ -66,7 +66,7 @@ def markdown(rows: Sequence[Row], seed: int) -> str:
 
 
 def _answers(rows: list[Row], seed: int) -> str:
-    dense = of(rows, "dense", 0)
+    dense = of(rows, DENSE, 0)
     right = sum(bool(row.dense_score) for row in dense)
     lines = [
         f"Dense answers {right} of {len(dense)}; the others are left out.\n",
@@ -138,7 +138,7 @@ def _worst(rows: Sequence[Row], seed: int) -> str:
     losses = []
     for title, asked in sections([row for row in rows if row.kind == "answer"]).items():
         own = answered(asked)
-        anchor = by_group(of(own, "dense", 0), "score")
+        anchor = by_group(of(own, DENSE, 0), "score")
         for method, budget in settings(own):
             if method.startswith("oasis"):
                 less = difference(anchor, by_group(of(own, method, budget), "score"), seed)
