@@ -3,114 +3,167 @@
 import pytest
 import torch
 
+from oasiskv.core.geometry import KVGeometry
+from oasiskv.evals.lanes.kv import NOWHERE, LaneKV
 from oasiskv.evals.policies import (
     Dense,
     ExactTop,
     LayerView,
     Quest,
     RandomBlocks,
-    Replay,
     Stale,
     WindowOnly,
 )
+from oasiskv.hf.prefill import Prefilled
 
-ROWS, BLOCKS, KV_HEADS, GROUP, DIM = 5, 12, 2, 3, 8
+KV_HEADS, GROUP, DIM = 2, 3, 8
 HEADS = KV_HEADS * GROUP
-COUNT = 3
+LAYERS = 3
+LAYER = 2
+TOKENS = 16 * 12
+# Prompts of different lengths, neither of which fills its last block; the rest stands in tails.
+PREFILLED = (16 * 7 + 5, 16 * 9 + 11)
+LANES = torch.tensor([0, 0, 1, 1, 1])
+ROWS = len(LANES)
+COUNTS = torch.tensor([3, 3, 4, 4, 4])
+FIRST = 150
+"""Position of the first row; blocks 1 to 5 and more are its candidates."""
 
 
-@pytest.fixture
-def view():
-    generator = torch.Generator().manual_seed(0)
+class World:
+    """Random keys of two questions, each in two lanes that agree on the prefilled part only.
 
-    def draw(*shape):
-        return torch.randn(shape, generator=generator)
+    Args:
+        coarse: keys that 4 bits hold exactly: each channel of a block has two values.
+    """
 
-    candidates = torch.zeros(ROWS, BLOCKS, dtype=torch.bool)
-    for row in range(ROWS):
-        candidates[row, 1 : 6 + row] = True
-    return LayerView(
-        2, draw(ROWS, HEADS, DIM), draw(ROWS, HEADS, DIM), draw(BLOCKS, KV_HEADS, 16, 2 * DIM),
-        candidates, DIM**-0.5, 100,
-    )  # fmt: skip
+    def __init__(self, coarse=False):
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape):
+            return torch.randn(shape, generator=generator)
+
+        geometry = KVGeometry(LAYERS, KV_HEADS, HEADS, DIM, dtype=torch.float32)
+        self.kv = draw(2, 2, LAYERS, TOKENS, KV_HEADS, 2 * DIM)
+        if coarse:
+            self.kv = (self.kv > 0).float() * 4 - 2
+        prefilled = []
+        for q, tokens in enumerate(PREFILLED):
+            self.kv[q, 1, :, :tokens] = self.kv[q, 0, :, :tokens]
+            tiles = self.kv[q, 0].unflatten(1, (-1, 16)).transpose(2, 3)
+            prefilled.append(Prefilled(list(range(tokens)), list(tiles[:, : -(-tokens // 16)])))
+        lanes = LaneKV(geometry, prefilled, 2, TOKENS - min(PREFILLED), torch.device("cpu"))
+        for q, tokens in enumerate(PREFILLED):
+            for lane in range(2):
+                for layer in range(LAYERS):
+                    for position in range(tokens, TOKENS):
+                        at = torch.full((2, 1), NOWHERE)
+                        at[:] = lanes.first_tail[:, None] * 16
+                        at[q] = position
+                        writer = torch.full((2, 1), lanes.spare)
+                        writer[q] = lane
+                        row = self.kv[q, lane, layer, position].expand(2, 1, -1, -1)
+                        lanes.write(layer, at, writer, row)
+                first = tokens // 16
+                lanes.close([(q, lane, block) for block in range(first, TOKENS // 16)])
+        positions = torch.stack([torch.arange(ROWS) + FIRST, torch.arange(ROWS) * 7 + FIRST])
+        end = positions // 16 - 2
+        blocks = lanes.block_of[:, None]
+        self.queries, self.stale = draw(2, ROWS, HEADS, DIM), draw(2, ROWS, HEADS, DIM)
+        self.view = LayerView(
+            LAYER, lanes, self.queries, self.stale, LANES, positions,
+            (blocks >= 1) & (blocks < end[..., None]), COUNTS,
+            lanes.token_logits(LAYER, self.queries, LANES, DIM**-0.5), DIM**-0.5,
+        )  # fmt: skip
+
+    def cases(self, policy):
+        """Of each row and query head: keys ``[blocks, 16, D]``, candidates, and what is chosen."""
+        chosen = policy.choose(self.view) & self.view.candidates[:, :, None]
+        for q in range(2):
+            for row in range(ROWS):
+                keys = self.kv[q, LANES[row], LAYER, :, :, :DIM].unflatten(0, (-1, 16))
+                end = int(self.view.positions[q, row]) // 16 - 2
+                for head in range(HEADS):
+                    own = self.view.kv.block_of[q][chosen[q, row, head]].tolist()
+                    allowed = list(range(1, end))
+                    yield (q, row, head), keys[:, :, head // GROUP], allowed, own
 
 
-def test_quest_is_the_papers_upper_bound_of_each_query_head(view):
+@pytest.fixture(scope="module")
+def world():
+    return World()
+
+
+def test_quest_is_the_papers_upper_bound_of_each_query_head(world):
     """Algorithm 1: sum over channels of max(q * min, q * max); the most critical of each head."""
-    chosen = Quest(COUNT).choose(view)
-    for row in range(ROWS):
-        allowed = view.candidates[row].nonzero().flatten().tolist()
-        for head in range(HEADS):
-            keys = view.keys[:, head // GROUP]
-            low, high = keys.amin(1), keys.amax(1)
-            query = view.queries[row, head]
-            criticality = torch.maximum(query * low, query * high).sum(-1)
-            best = sorted(allowed, key=lambda block: -float(criticality[block]))[:COUNT]
-            assert chosen[row, head].nonzero().flatten().tolist() == sorted(best)
+    for (q, row, head), keys, allowed, chosen in world.cases(Quest()):
+        query = world.queries[q, row, head]
+        criticality = torch.maximum(query * keys.amin(1), query * keys.amax(1)).sum(-1)
+        best = sorted(allowed, key=lambda block: -float(criticality[block]))
+        assert chosen == sorted(best[: COUNTS[row]])
 
 
-def test_quest_leaves_its_first_two_layers_dense(view):
+def test_quest_leaves_its_first_two_layers_dense(world):
     for layer, dense in ((0, True), (1, True), (2, False)):
-        view.layer = layer
-        chosen = Quest(COUNT).choose(view)
-        assert torch.equal(chosen, Dense(COUNT).choose(view)) == dense
+        world.view.layer = layer
+        chosen = Quest().choose(world.view)
+        assert torch.equal(chosen, Dense().choose(world.view)) == dense
 
 
-def attention_over_candidates(query, view, row, kv_head):
+def attention_by_block(world, queries, at, allowed):
     """Mean over the group of each head's softmax over all tokens of candidates, by block."""
-    shares = torch.zeros(BLOCKS)
-    allowed = view.candidates[row]
-    for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
-        logits = view.keys[:, kv_head] @ query[row, head] * view.scale
-        logits[~allowed] = -torch.inf
-        shares += logits.flatten().softmax(0).reshape(BLOCKS, 16).sum(1) / GROUP
+    q, row, head = at
+    shares = torch.zeros(len(allowed))
+    kv_head = head // GROUP
+    keys = world.kv[q, LANES[row], LAYER, :, kv_head, :DIM].unflatten(0, (-1, 16))[allowed]
+    for own in range(kv_head * GROUP, (kv_head + 1) * GROUP):
+        logits = keys @ queries[q, row, own] * DIM**-0.5
+        shares += logits.flatten().softmax(0).unflatten(0, (-1, 16)).sum(1) / GROUP
     return shares
 
 
-def test_exact_is_the_true_attention_of_the_same_step(view):
-    chosen = ExactTop(COUNT).choose(view)
-    for row in range(ROWS):
-        for head in range(HEADS):
-            shares = attention_over_candidates(view.queries, view, row, head // GROUP)
-            assert set(chosen[row, head].nonzero().flatten().tolist()) == set(
-                shares.topk(COUNT).indices.tolist()
-            )
+def best_by_attention(world, queries, at, allowed):
+    best = attention_by_block(world, queries, at, allowed).topk(int(COUNTS[at[1]])).indices
+    return sorted(allowed[i] for i in best.tolist())
 
 
-def test_stale_is_the_attention_of_the_token_before(view):
-    """With keys that 4 bits hold exactly: each channel of a block has two values."""
-    view.tiles = (view.tiles > 0).float() * 4 - 2
-    chosen = Stale(COUNT).choose(view)
-    for row in range(ROWS):
-        for head in range(HEADS):
-            shares = attention_over_candidates(view.stale, view, row, head // GROUP)
-            assert set(chosen[row, head].nonzero().flatten().tolist()) == set(
-                shares.topk(COUNT).indices.tolist()
-            )
+def test_exact_is_the_true_attention_of_the_same_step(world):
+    for at, _, allowed, chosen in world.cases(ExactTop()):
+        assert chosen == best_by_attention(world, world.queries, at, allowed)
 
 
-def test_the_window_is_the_newest(view):
-    chosen = WindowOnly(COUNT).choose(view)
-    for row in range(ROWS):
-        end = 6 + row
-        assert chosen[row, 0].nonzero().flatten().tolist() == list(range(end - COUNT, end))
+def test_stale_is_the_attention_of_the_token_before():
+    world = World(coarse=True)
+    for at, _, allowed, chosen in world.cases(Stale()):
+        assert chosen == best_by_attention(world, world.stale, at, allowed)
 
 
-def test_random_draws_anew_for_each_row_and_alike_for_a_group(view):
-    chosen = RandomBlocks(COUNT, 0).choose(view)
-    assert bool((chosen.sum(-1) == COUNT).all())
-    assert not bool((chosen & ~view.candidates[:, None]).any())
-    assert torch.equal(chosen[:, 0], chosen[:, 1])
-    assert not torch.equal(chosen[:, 0], chosen[:, GROUP])
-    assert not torch.equal(chosen, RandomBlocks(COUNT, 1).choose(view))
-    assert torch.equal(chosen, RandomBlocks(COUNT, 0).choose(view))
+def test_the_window_is_the_newest(world):
+    for (_, row, _), _, allowed, chosen in world.cases(WindowOnly()):
+        assert chosen == allowed[-int(COUNTS[row]) :]
 
 
-def test_replay_takes_what_was_held(view):
-    held = torch.full((3, KV_HEADS, 4), -1)
-    held[2, 0, :2] = torch.tensor([4, 2])
-    held[2, 1, 0] = 3
-    chosen = Replay(0, {100 + row: held for row in range(ROWS)}).choose(view)
-    for row in range(ROWS):
-        assert chosen[row, 0].nonzero().flatten().tolist() == [2, 4]
-        assert chosen[row, GROUP].nonzero().flatten().tolist() == [3]
+def test_random_draws_anew_for_each_row_and_alike_for_a_group(world):
+    found = {}
+    for (q, row, head), _, allowed, chosen in world.cases(RandomBlocks(0)):
+        assert len(chosen) == COUNTS[row]
+        assert set(chosen) <= set(allowed)
+        assert found.setdefault((q, row, head // GROUP), chosen) == chosen
+    assert len({str(chosen) for chosen in found.values()}) > len(found) // 2
+    again = RandomBlocks(0).choose(world.view)
+    assert torch.equal(again, RandomBlocks(0).choose(world.view))
+    assert not torch.equal(again, RandomBlocks(1).choose(world.view))
+
+
+def test_random_takes_all_blocks_alike(world):
+    """Of 400 rows each block is taken as often as any other, within four standard errors."""
+    counts = torch.zeros(2, 9)
+    rows = 400
+    for start in range(rows):
+        world.view.positions[:, 0] = 200 + start
+        counts += RandomBlocks(3).choose(world.view)[0, 0, ::GROUP, 1:10].float()
+    world.view.positions[:, 0] = FIRST
+    allowed = int(world.view.candidates[0, 0].sum())
+    share = COUNTS[0] / allowed
+    error = (rows * share * (1 - share)) ** 0.5
+    assert bool(((counts[:, :allowed] - rows * share).abs() < 4 * error).all())

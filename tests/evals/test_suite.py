@@ -10,8 +10,8 @@ from oasiskv.evals.methods import METHODS
 from oasiskv.evals.suite import jobs
 from oasiskv.evals.suite.plots import plot
 from oasiskv.evals.suite.rows import Row, RowFile
-from oasiskv.evals.suite.run import Unit, measure
-from oasiskv.evals.suite.suites import SUITES
+from oasiskv.evals.suite.run import Batch, measure
+from oasiskv.evals.suite.suites import SUITES, Part
 from oasiskv.evals.suite.tables import markdown, sections, settings
 from oasiskv.evals.tasks import TASKS
 from oasiskv.evals.tasks.base import Question
@@ -26,8 +26,9 @@ def question(kind, name, answer=(), new=0):
     return Question("task", name, name, prompt_of(400), asked, list(answer), kind, new)
 
 
-def unit(kind, name="one", budget=BUDGET, methods=tuple(METHODS), **given):
-    return Unit("tiny", 500, question(kind, name, **given), budget, methods, 0)
+def batch(kind, names=("one",), methods=tuple(METHODS), **given):
+    questions = tuple(question(kind, name, **given) for name in names)
+    return Batch("tiny", 500, questions, (BUDGET,), methods, 0)
 
 
 def row(method="dense", budget=512, group="a", **values):
@@ -43,9 +44,11 @@ def row(method="dense", budget=512, group="a", **values):
     ],
 )
 def test_every_method_gives_a_row(kind, given):
-    rows = measure(tiny_llama(), unit(kind, **given))
-    assert [row.method for row in rows] == list(METHODS)
+    [rows] = measure(tiny_llama(), batch(kind, **given)).values()
+    assert {row.method for row in rows} == set(METHODS)
+    assert len(rows) == len(METHODS)
     dense = rows[0]
+    assert (dense.method, dense.budget) == ("dense", 0)
     assert dense.moved_bytes is None
     for found in rows:
         if kind == "answer":
@@ -55,6 +58,9 @@ def test_every_method_gives_a_row(kind, given):
             assert found.kl >= -1e-6
             # Quest leaves two layers dense, and there are two.
             assert (found.kl < 1e-6) == (found.method in ("dense", "quest"))
+            if kind == "free":
+                # Dense is the surest of its own text.
+                assert found.nll >= dense.nll - 1e-5
             assert len(found.agree_by_quarter) == 4
     if kind == "free":
         assert dense.first_difference == 40
@@ -104,22 +110,35 @@ def test_only_what_is_not_there_is_measured(tmp_path, monkeypatch):
         def shutdown(self, cancel_futures):
             pass
 
+    class Made:
+        """Three questions."""
+
+        def make(self, tokenizer, count, tokens, seed):
+            return [question("forced", name) for name in "abc"]
+
     measured = []
 
-    def measure_one(unit, device):
-        measured.append(unit.name)
-        return [row()]
+    def measure_one(batch, device):
+        measured.append([each.name for each in batch.questions])
+        return {batch.unit(each): [row()] for each in batch.questions}
 
     monkeypatch.setattr(jobs, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(jobs, "_measure", measure_one)
-    units = [unit("forced", name) for name in "abc"]
+    monkeypatch.setattr(jobs, "resolve_model", str)
+    monkeypatch.setattr(jobs, "load_tokenizer", str)
+    monkeypatch.setitem(jobs.TASKS, "made", Made())
+    monkeypatch.setitem(jobs.AT_ONCE, "cpu", 2)
+    parts = [Part("tiny", tokens, {"made": 3}, (BUDGET,)) for tokens in (500, 600)]
     kept = RowFile(tmp_path / "rows.jsonl", RUN)
-    kept.add(units[1].name, [row()])
+    kept.add("tiny 500 b", [row()])
     told = []
-    jobs.run(units, torch.device("cpu"), 2, kept, lambda: told.append(1))
-    assert measured == [units[0].name, units[2].name]
-    assert len(told) == 3
-    assert set(kept.units) == {each.name for each in units}
+    batches, there = jobs.batches_of(parts, 0, kept, torch.device("cpu"))
+    assert there == 1
+    jobs.run(batches, torch.device("cpu"), 2, kept, lambda: told.append(1))
+    assert measured == [["a", "c"], ["a", "b"], ["c"]]
+    assert len(told) == 5
+    assert set(kept.units) == {f"tiny {tokens} {name}" for tokens in (500, 600) for name in "abc"}
+    assert jobs.batches_of(parts, 0, kept, torch.device("cpu")) == ([], 6)
 
 
 def test_suites_name_what_there_is():
@@ -133,8 +152,11 @@ def test_suites_name_what_there_is():
 def rows():
     return [
         row(method, budget, group, score=score, dense_score=dense, moved_bytes=moved)
-        for method, moved, scores in (("dense", None, "110"), ("oasis-none", 2**20, "100"))
-        for budget in (512, 1024)
+        for method, budget, moved, scores in (
+            ("dense", 0, None, "110"),
+            ("oasis-none", 512, 2**20, "100"),
+            ("oasis-none", 1024, 2**20, "100"),
+        )
         for group, score, dense in zip("abc", map(float, scores), (1.0, 1.0, 0.0), strict=True)
     ]
 
@@ -158,6 +180,8 @@ def test_a_picture(rows, tmp_path):
 
 def test_rows_are_plain_json(tmp_path):
     path = tmp_path / "rows.jsonl"
-    RowFile(path, RUN).add("a", measure(tiny_llama(), unit("forced", answer=prompt_of(20))))
+    RowFile(path, RUN).add(
+        "a", next(iter(measure(tiny_llama(), batch("forced", answer=prompt_of(20))).values()))
+    )
     _, line = path.read_text().splitlines()
     assert {each["method"] for each in json.loads(line)["rows"]} == set(METHODS)

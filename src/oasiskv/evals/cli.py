@@ -16,8 +16,8 @@ from oasiskv.config import OasisConfig
 from oasiskv.data import data_path
 from oasiskv.errors import ConfigError, PromptError
 from oasiskv.evals import churn, digests, retrieval
-from oasiskv.evals.suite.jobs import run as run_units
-from oasiskv.evals.suite.jobs import units_of
+from oasiskv.evals.suite.jobs import batches_of
+from oasiskv.evals.suite.jobs import run as run_batches
 from oasiskv.evals.suite.plots import plot
 from oasiskv.evals.suite.rows import RowFile
 from oasiskv.evals.suite.suites import SUITES
@@ -66,13 +66,14 @@ def suite_command(
     if suite is None:
         raise ConfigError(f"give --suite {' or '.join(SUITES)}, or a command: see --help")
     where = pick_device(device)
-    units = units_of(SUITES[suite.value], seed)
     described = {"oasiskv": __version__, "suite": suite.value, "seed": seed, "device": where.type}
     kept = RowFile(out / "rows.jsonl", described)
+    batches, there = batches_of(SUITES[suite.value], seed, kept, where)
+    total = there + sum(len(batch.questions) for batch in batches)
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task(suite.value, total=len(units))
+        task = progress.add_task(suite.value, total=total, completed=there)
         count = jobs or (2 if where.type == "cpu" else 1)
-        run_units(units, where, count, kept, lambda: progress.advance(task))
+        run_batches(batches, where, count, kept, lambda: progress.advance(task))
     text = markdown(kept.rows, seed)
     (out / "tables.md").write_text(text, encoding="utf-8")
     plot(kept.rows, out / "quality.png", seed)

@@ -2,18 +2,18 @@
 
 A policy chooses, for each row (a decoded token) and query head, blocks between sink and window. It
 sees the whole KV cache, as if there were no tiers: what it would have to move is counted, and no
-cap holds it. All are given the same number of blocks as OasisKV has slots.
+cap holds it. All are given the same number of blocks as OasisKV has slots. Letters in shapes are
+those of ``evals.lanes.kv``.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from oasiskv.core.selection import top_blocks
-from oasiskv.ops.digest.reference import Keys4, build_keys4, build_minmax
-from oasiskv.ops.score.reference import block_scores, key_logits, keys4_logits, minmax_logits
+from oasiskv.evals.lanes.kv import LaneKV, by_query_head
+from oasiskv.ops.score.reference import block_scores
 
 
 @dataclass
@@ -22,65 +22,72 @@ class LayerView:
 
     Args:
         layer: the layer.
-        queries: ``[rows, query heads, head_dim]``, of these tokens.
+        kv: keys and digests of all layers.
+        queries: ``[Q, N, Hq, D]``, of these tokens.
         stale: the same of the tokens just before each of them.
-        tiles: ``[blocks, heads, block_tokens, 2 * head_dim]`` closed blocks of the request.
-        candidates: bool ``[rows, blocks]``, those between sink and window of each row.
+        lanes: int64 ``[N]`` lane of each row.
+        positions: int64 ``[Q, N]``.
+        candidates: bool ``[Q, N, C]``, the blocks between sink and window of each row.
+        counts: int64 ``[N]``, blocks that each row may choose.
+        token_logits: ``scale * q.k`` of every token, ``[Q, H, N, G, C, B]``.
         scale: softmax scale of the model.
-        first_position: position of the first row.
     """
 
     layer: int
+    kv: LaneKV
     queries: Tensor
     stale: Tensor
-    tiles: Tensor
+    lanes: Tensor
+    positions: Tensor
     candidates: Tensor
+    counts: Tensor
+    token_logits: Tensor
     scale: float
-    first_position: int
 
     @property
-    def keys(self) -> Tensor:
-        """``[blocks, heads, block_tokens, head_dim]``."""
-        return self.tiles[..., : self.tiles.shape[-1] // 2]
-
-    @property
-    def group(self) -> int:
-        """Query heads of one KV head."""
-        return self.queries.shape[1] // self.tiles.shape[1]
-
-    def exact_scores(self) -> Tensor:
-        """Share of the attention over the candidates, float ``[rows, KV heads, blocks]``."""
-        return self.scores(key_logits(self.queries[None], self.keys[None], self.scale))
+    def kv_heads(self) -> int:
+        """``H``."""
+        return self.token_logits.shape[1]
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Block scores per KV head from logits ``[1, rows, query heads, blocks]``."""
-        return block_scores(logits.transpose(0, 1), self.candidates, self.tiles.shape[1])
+        """Block scores ``[Q, N, H, C]`` from block logits ``[Q, N, Hq, C]``."""
+        rows = logits.flatten(0, 1)[:, None]
+        scores = block_scores(rows, self.candidates.flatten(0, 1), self.kv_heads)
+        return torch.unflatten(scores, 0, logits.shape[:2])
 
-    def best(self, scores: Tensor, count: int) -> Tensor:
-        """The ``count`` best candidates: bool ``[rows, query heads, blocks]``.
+    def best(self, scores: Tensor) -> Tensor:
+        """The best candidates of each row, ties to the lower index: bool ``[Q, N, Hq, C]``.
 
         Args:
-            scores: ``[rows, KV heads or query heads, blocks]``, any float.
-            count: blocks.
+            scores: ``[Q, N, H or Hq, C]``, any float.
         """
-        allowed = self.candidates[:, None]
-        chosen = top_blocks(scores.masked_fill(~allowed, -torch.inf), count) & allowed
-        return chosen.repeat_interleave(self.queries.shape[1] // scores.shape[1], dim=1)
+        chosen = best_blocks(scores, self.candidates, self.counts)
+        return chosen.repeat_interleave(self.queries.shape[2] // scores.shape[2], dim=2)
+
+
+def best_blocks(scores: Tensor, candidates: Tensor, counts: Tensor) -> Tensor:
+    """The ``counts[n]`` best candidates, ties to the lower index: bool, the shape of scores.
+
+    Args:
+        scores: ``[Q, N, heads, C]``, any float.
+        candidates: bool ``[Q, N, C]``.
+        counts: int64 ``[N]``.
+    """
+    allowed = candidates[:, :, None]
+    order = (
+        scores.masked_fill(~allowed, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    )
+    rank = torch.arange(order.shape[-1], device=order.device)
+    first = (rank < counts[:, None, None]).expand_as(order)
+    return torch.zeros_like(first).scatter_(-1, order, first) & allowed
 
 
 class Policy(ABC):
-    """Chooses blocks.
-
-    Args:
-        count: blocks per row and head.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
+    """Chooses blocks."""
 
     @abstractmethod
     def choose(self, view: LayerView) -> Tensor:
-        """Bool ``[rows, query heads, blocks]``; blocks that are no candidates are not looked at."""
+        """Bool ``[Q, N, Hq, C]``; blocks that are no candidates are not looked at."""
 
 
 class Dense(Policy):
@@ -88,7 +95,7 @@ class Dense(Policy):
 
     def choose(self, view: LayerView) -> Tensor:
         """See ``Policy``."""
-        return view.candidates[:, None].expand(-1, view.queries.shape[1], -1)
+        return view.candidates[:, :, None].expand(-1, -1, view.queries.shape[2], -1)
 
 
 class WindowOnly(Policy):
@@ -97,34 +104,29 @@ class WindowOnly(Policy):
     def choose(self, view: LayerView) -> Tensor:
         """See ``Policy``."""
         from_last = view.candidates.flip(-1).cumsum(-1).flip(-1)
-        recent = view.candidates & (from_last <= self.count)
-        return recent[:, None].expand(-1, view.queries.shape[1], -1)
+        recent = view.candidates & (from_last <= view.counts[:, None])
+        return recent[:, :, None].expand(-1, -1, view.queries.shape[2], -1)
 
 
+@dataclass
 class RandomBlocks(Policy):
     """Others for each row, layer and KV head.
 
     Args:
-        count: blocks per row and head.
         seed: drives the choice.
     """
 
-    def __init__(self, count: int, seed: int) -> None:
-        super().__init__(count)
-        self._seed = seed
+    seed: int
 
     def choose(self, view: LayerView) -> Tensor:
         """See ``Policy``."""
-        rows, blocks = view.candidates.shape
-        heads = view.tiles.shape[1]
-        draws = []
-        for row in range(rows):
-            # One generator a row, blocks first: the choice does not depend on how rows come
-            # together, nor on blocks after them.
-            place = (view.first_position + row) * 1009 + view.layer
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + place)
-            draws.append(torch.rand((blocks, heads), generator=generator).T)
-        return view.best(torch.stack(draws).to(view.candidates.device), self.count)
+        heads = torch.arange(view.kv_heads, device=view.positions.device)[:, None]
+        blocks = view.kv.block_of[:, None, None]
+        # Nothing but these decides: neither how rows come together nor who else is in the batch.
+        place = _mixed(view.positions[..., None, None] * 1009 + view.layer + self.seed * 1_000_003)
+        draws = _mixed(_mixed(place + heads) + blocks)
+        # float64 holds 53 bits: enough for blocks of one row not to be tied.
+        return view.best(draws.double())
 
 
 class ExactTop(Policy):
@@ -132,7 +134,7 @@ class ExactTop(Policy):
 
     def choose(self, view: LayerView) -> Tensor:
         """See ``Policy``."""
-        return view.best(view.exact_scores(), self.count)
+        return view.best(view.scores(by_query_head(view.token_logits.logsumexp(-1))))
 
 
 class Quest(Policy):
@@ -148,10 +150,9 @@ class Quest(Policy):
     def choose(self, view: LayerView) -> Tensor:
         """See ``Policy``."""
         if view.layer < self.DENSE_LAYERS:
-            return Dense(self.count).choose(view)
-        digest = build_minmax(view.tiles)
-        bound = minmax_logits(view.queries[None], digest[None], 1.0, view.scale)[0]
-        return view.best(bound, self.count)
+            return Dense().choose(view)
+        bound = view.kv.minmax_logits(view.layer, view.queries, view.lanes, 1.0, view.scale)
+        return view.best(bound)
 
 
 class Stale(Policy):
@@ -162,27 +163,17 @@ class Stale(Policy):
 
     def choose(self, view: LayerView) -> Tensor:
         """See ``Policy``."""
-        digest = Keys4(*(part[None] for part in build_keys4(view.tiles)))
-        logits = keys4_logits(view.stale[None], digest, view.scale)
-        return view.best(view.scores(logits), self.count)
+        logits = view.kv.keys4_logits(view.layer, view.stale, view.lanes, view.scale)
+        return view.best(view.scores(logits))
 
 
-@dataclass
-class Replay(Policy):
-    """What an engine held: lets its runs be measured like any other.
+def _mixed(values: Tensor) -> Tensor:
+    """Bits of int64 spread over all places (the finaliser of splitmix64), wrapping around."""
+    values = (values ^ _shifted(values, 30)) * -0x40A7B892E31B1A47
+    values = (values ^ _shifted(values, 27)) * -0x6B2FB644ECCEEE15
+    return values ^ _shifted(values, 31)
 
-    Attributes:
-        blocks: position -> int64 ``[layers, KV heads, slots]``, -1 for empty slots.
-    """
 
-    count: int = 0
-    blocks: dict[int, Tensor] = field(default_factory=dict)
-
-    def choose(self, view: LayerView) -> Tensor:
-        """See ``Policy``."""
-        rows, total = view.candidates.shape
-        mask = view.candidates.new_zeros((rows, view.tiles.shape[1], total + 1))
-        for row in range(rows):
-            held = self.blocks[view.first_position + row][view.layer].to(mask.device)
-            mask[row].scatter_(-1, torch.where(held >= 0, held, total), True)
-        return mask[..., :total].repeat_interleave(view.group, dim=1)
+def _shifted(values: Tensor, places: int) -> Tensor:
+    """Right by ``places``, zeros coming in: int64 would bring its sign."""
+    return (values >> places) & ((1 << (64 - places)) - 1)

@@ -1,15 +1,16 @@
-"""All units of a suite, by several processes at once."""
+"""All batches of a suite, by several processes at once."""
 
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from functools import lru_cache
 from multiprocessing import get_context
 
 import torch
 
 from oasiskv.evals.suite.rows import Row, RowFile
-from oasiskv.evals.suite.run import Unit, measure
+from oasiskv.evals.suite.run import Batch, measure
 from oasiskv.evals.suite.suites import Part
 from oasiskv.evals.tasks import TASKS
 from oasiskv.hf.loading import LoadedModel, load_model
@@ -17,74 +18,83 @@ from oasiskv.hf.tokens import load_tokenizer
 from oasiskv.models.quiet import quiet_transformers
 from oasiskv.models.resolve import resolve_model
 
+AT_ONCE = {"cpu": 1, "cuda": 8}
+"""Questions of a batch. A GPU takes about as long for eight as for one; a CPU for each alike."""
 
-def units_of(parts: Sequence[Part], seed: int) -> list[Unit]:
-    """Everything to measure, part by part, what takes longest first.
+
+def batches_of(
+    parts: Sequence[Part], seed: int, kept: RowFile, device: torch.device
+) -> tuple[list[Batch], int]:
+    """What is to be measured, part by part, and how many questions of it are there already.
 
     Raises:
         PromptError: a task has no such length.
     """
-    units = []
+    batches = []
+    there = 0
+    size = AT_ONCE[device.type]
     for part in parts:
-        own = []
         tokenizer = load_tokenizer(resolve_model(part.model))
         for task, count in part.tasks.items():
-            for question in TASKS[task].make(tokenizer, count, part.tokens, seed):
-                own += [
-                    Unit(part.model, part.tokens, question, budget, part.methods, seed)
-                    for budget in part.budgets
-                ]
-        units += sorted(own, key=lambda unit: -unit.decoded)
-    return units
+            every = Batch(
+                part.model,
+                part.tokens,
+                tuple(TASKS[task].make(tokenizer, count, part.tokens, seed)),
+                part.budgets,
+                part.methods,
+                seed,
+            )
+            todo = [each for each in every.questions if every.unit(each) not in kept.units]
+            there += count - len(todo)
+            batches += [
+                replace(every, questions=tuple(todo[start : start + size]))
+                for start in range(0, len(todo), size)
+            ]
+    return batches, there
 
 
 def run(
-    units: Sequence[Unit],
+    batches: Sequence[Batch],
     device: torch.device,
     jobs: int,
     kept: RowFile,
-    on_unit: Callable[[], None],
+    on_question: Callable[[], None],
 ) -> None:
-    """Measure what is not there yet.
+    """Measure.
 
     Args:
-        units: what to measure.
+        batches: what to measure.
         device: where models run.
         jobs: processes, each with a model of its own.
-        kept: what is there, and takes what is measured.
-        on_unit: called for each unit, those that were there included.
+        kept: takes what is measured.
+        on_question: called for each question.
 
     Raises:
-        OasisError: a unit failed; what others gave is kept.
+        OasisError: a batch failed; what others gave is kept.
     """
-    todo = []
-    for unit in units:
-        if unit.name in kept.units:
-            on_unit()
-        else:
-            todo.append(unit)
-    if not todo:
+    if not batches:
         return
     # Spawned: a process that has used CUDA cannot be forked.
     pool = ProcessPoolExecutor(
-        min(jobs, len(todo)),
+        min(jobs, len(batches)),
         mp_context=get_context("spawn"),
         initializer=torch.set_num_threads,
         initargs=(max(1, (os.cpu_count() or 1) // jobs),),
     )
     try:
-        running: dict[Future[list[Row]], Unit] = {
-            pool.submit(_measure, unit, device.type): unit for unit in todo
-        }
+        running: list[Future[dict[str, list[Row]]]] = [
+            pool.submit(_measure, batch, device.type) for batch in batches
+        ]
         for future in as_completed(running):
-            kept.add(running[future].name, future.result())
-            on_unit()
+            for unit, rows in future.result().items():
+                kept.add(unit, rows)
+                on_question()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _measure(unit: Unit, device: str) -> list[Row]:
-    return measure(_load(unit.model, device), unit)
+def _measure(batch: Batch, device: str) -> dict[str, list[Row]]:
+    return measure(_load(batch.model, device), batch)
 
 
 @lru_cache(maxsize=1)

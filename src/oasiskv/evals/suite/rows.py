@@ -22,7 +22,7 @@ class Row:
         group: what the bootstrap resamples.
         kind: ``answer``, ``forced`` or ``free``.
         method: the method.
-        budget: K in tokens; dense has a row for each.
+        budget: K in tokens; 0 for dense.
         tokens: prompt, question and new tokens that were asked for.
         score: of an answer, 0 to 1.
         dense_score: of dense's answer; questions that dense fails are counted apart.

@@ -29,15 +29,14 @@ def answered(rows: Sequence[Row]) -> list[Row]:
 
 def settings(rows: Sequence[Row]) -> list[tuple[str, int]]:
     """Methods and budgets, best known first; dense, which has no budget, with 0."""
-    found = {(row.method, _budget(row)) for row in rows}
+    found = {(row.method, row.budget) for row in rows}
     order = list(METHODS)
     return sorted(found, key=lambda each: (each[1], order.index(each[0])))
 
 
 def of(rows: Sequence[Row], method: str, budget: int) -> list[Row]:
     """Rows of one method and budget, one a question."""
-    found = {row.question: row for row in rows if (row.method, _budget(row)) == (method, budget)}
-    return list(found.values())
+    return [row for row in rows if (row.method, row.budget) == (method, budget)]
 
 
 def sections(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -46,10 +45,6 @@ def sections(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in sorted(rows, key=lambda row: (row.model, row.tokens)):
         found[f"{row.task}, {row.model}, {row.tokens:,} tokens"].append(row)
     return dict(found)
-
-
-def _budget(row: Row) -> int:
-    return 0 if row.method == DENSE else row.budget
 
 
 def markdown(rows: Sequence[Row], seed: int) -> str:

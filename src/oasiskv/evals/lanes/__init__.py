@@ -1,0 +1,1 @@
+"""Many methods decoding the same prompts in one batch."""

@@ -1,0 +1,183 @@
+"""KV of lanes that share prompts: one copy of each prompt, and a tail for each lane.
+
+A lane is one method at one budget; every lane decodes every question. Letters in shapes: ``L``
+layers, ``Q`` questions, ``M`` lanes, ``N`` rows (tokens computed at once, of all lanes), ``H`` KV
+heads, ``Hq`` query heads, ``G`` query heads of a KV head, ``D`` head dim, ``B`` tokens of a block,
+``C`` blocks: those of the prompt, which lanes share, then those of the lane's tail. A question with
+a shorter prompt has fewer shared blocks; those that it lacks are padding, to which nothing may
+attend.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from oasiskv.core.geometry import KVGeometry
+from oasiskv.hf.prefill import Prefilled
+from oasiskv.ops.digest.reference import build_keys4, build_minmax, dequantize_keys4
+from oasiskv.ops.score.reference import minmax_logits
+
+NOWHERE = 2**40
+"""Block number of padding: after every block that there is."""
+
+
+class LaneKV:
+    """Keys and values of all layers, and the digests that blocks are scored by.
+
+    Args:
+        geometry: sizes of the model.
+        prefilled: of each question, KV of its prompt but the last tokens.
+        lanes: ``M``.
+        tail_tokens: most tokens of a question that are not prefilled.
+        device: where all of it is.
+
+    Attributes:
+        block_of: int64 ``[Q, C]``, number of each block in its question; ``NOWHERE`` for padding.
+        first_tail: int64 ``[Q]``, number of the first block of a tail.
+        spare: lane that takes what rows of padding write.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        prefilled: Sequence[Prefilled],
+        lanes: int,
+        tail_tokens: int,
+        device: torch.device,
+    ) -> None:
+        size = geometry.block_tokens
+        self._size, self._dim, self.spare = size, geometry.head_dim, lanes
+        counts = [len(each.tokens) // size for each in prefilled]
+        # The tokens of a prompt that fill no block stand in the tails, hence one block more.
+        tail_blocks = geometry.blocks_for(tail_tokens) + 1
+        self.first_tail = torch.tensor(counts, device=device)
+        tile = (size, 2 * geometry.head_dim)
+        layers, heads = geometry.num_layers, geometry.num_kv_heads
+        shared = (layers, len(counts), heads, max(counts), *tile)
+        tails = (layers, len(counts), lanes + 1, heads, tail_blocks, *tile)
+        self._shared, self._tail = (
+            torch.zeros(shape, dtype=geometry.dtype, device=device) for shape in (shared, tails)
+        )
+        for q, (each, count) in enumerate(zip(prefilled, counts, strict=True)):
+            rest = len(each.tokens) % size
+            for layer, tiles in enumerate(each.layers):
+                self._shared[layer, q, :, :count] = tiles[:count].transpose(0, 1)
+                if rest:
+                    self._tail[layer, q, :, :, 0, :rest] = tiles[count, :, :rest]
+        self._shared4, self._shared_minmax = _digests(self._shared)
+        self._tail4, self._tail_minmax = _digests(self._tail)
+        blocks = torch.arange(max(counts), device=device).expand(len(counts), -1)
+        blocks = blocks.masked_fill(blocks >= self.first_tail[:, None], NOWHERE)
+        after = self.first_tail[:, None] + torch.arange(tail_blocks, device=device)
+        self.block_of = torch.cat((blocks, after), dim=1)
+
+    def write(self, layer: int, positions: Tensor, lanes: Tensor, kv: Tensor) -> None:
+        """Write the KV of new tokens into tails.
+
+        Args:
+            layer: the layer.
+            positions: int64 ``[Q, N]``.
+            lanes: int64 ``[Q, N]``, whose they are; ``spare`` for padding.
+            kv: ``[Q, N, H, 2 * D]``.
+        """
+        blocks = positions // self._size - self.first_tail[:, None]
+        questions = torch.arange(len(positions), device=positions.device)[:, None]
+        self._tail[layer][questions, lanes, :, blocks, positions % self._size] = kv
+
+    def after(self, positions: Tensor) -> Tensor:
+        """Tokens after rows at ``positions``, int64 ``[Q, N]``: bool ``[Q, N, C, B]``."""
+        within = torch.arange(self._size, device=positions.device)
+        tokens = (self.block_of * self._size)[..., None] + within
+        return tokens[:, None] > positions[..., None, None]
+
+    def share_tail(self) -> None:
+        """Give every lane the tail of lane 0."""
+        self._tail[:, :, 1:] = self._tail[:, :, :1]
+
+    def close(self, closed: Sequence[tuple[int, int, int]]) -> None:
+        """Make the digests of blocks of tails that are full of tokens that stay.
+
+        Args:
+            closed: question, lane and number in the question of each block.
+        """
+        if not closed:
+            return
+        questions, lanes, blocks = torch.tensor(closed, device=self._tail.device).unbind(1)
+        where = (slice(None), questions, lanes, slice(None), blocks - self.first_tail[questions])
+        # Indices on both sides of a slice: what they pick comes first, ``[n, L, H, B, 2 * D]``.
+        self._tail4[where], self._tail_minmax[where] = _digests(self._tail[where])
+
+    def token_logits(self, layer: int, queries: Tensor, lanes: Tensor, scale: float) -> Tensor:
+        """``scale * q.k`` of every token, float32 ``[Q, H, N, G, C, B]``.
+
+        Args:
+            layer: the layer.
+            queries: ``[Q, N, Hq, D]``.
+            lanes: int64 ``[N]``.
+            scale: softmax scale of the model.
+        """
+        shared, tail = self._shared[layer], self._tail[layer]
+        return _dots(queries * scale, shared[..., : self._dim], tail[..., : self._dim], lanes)
+
+    def keys4_logits(self, layer: int, queries: Tensor, lanes: Tensor, scale: float) -> Tensor:
+        """Block logits by 4-bit keys, ``[Q, N, Hq, C]``; arguments as of ``token_logits``.
+
+        ``ops.score.reference.keys4_logits`` with the keys dequantised once instead of each time.
+        """
+        dots = _dots(queries * scale, self._shared4[layer], self._tail4[layer], lanes)
+        return by_query_head(dots.logsumexp(-1))
+
+    def minmax_logits(
+        self, layer: int, queries: Tensor, lanes: Tensor, mix: float, scale: float
+    ) -> Tensor:
+        """Block logits by minimum and maximum, ``[Q, N, Hq, C]``; see ``ops.score.reference``."""
+        shared, tail = self._shared_minmax[layer], self._tail_minmax[layer][:, lanes]
+        ours = minmax_logits(queries, shared.transpose(1, 2), mix, scale)
+        each = tail.flatten(0, 1).transpose(1, 2)
+        theirs = minmax_logits(queries.flatten(0, 1)[:, None], each, mix, scale)
+        return torch.cat((ours, theirs.reshape(*ours.shape[:3], -1)), dim=-1)
+
+    def weigh(self, layer: int, weights: Tensor, lanes: Tensor) -> Tensor:
+        """Values by attention weights.
+
+        Args:
+            layer: the layer.
+            weights: float32 ``[Q, H, N, G, C, B]``.
+            lanes: int64 ``[N]``.
+
+        Returns:
+            ``[Q, N, Hq, D]`` float32.
+        """
+        values = self._shared[layer][..., self._dim :].flatten(-3, -2).float()
+        tails = self._tail[layer][:, lanes][..., self._dim :].flatten(-3, -2).float()
+        split = values.shape[-2]
+        flat = weights.flatten(-2)
+        ours = flat[..., :split].flatten(2, 3) @ values
+        theirs = flat[..., split:].transpose(1, 2) @ tails
+        return by_query_head(torch.unflatten(ours, 2, flat.shape[2:4]) + theirs.transpose(1, 2))
+
+
+def by_query_head(rows: Tensor) -> Tensor:
+    """``[Q, H, N, G, ...]`` -> ``[Q, N, Hq, ...]``."""
+    return rows.transpose(1, 2).flatten(2, 3)
+
+
+def by_kv_head(rows: Tensor, heads: int) -> Tensor:
+    """``[Q, N, Hq, ...]`` -> ``[Q, H, N, G, ...]``, the inverse."""
+    return torch.unflatten(rows, 2, (heads, -1)).transpose(1, 2)
+
+
+def _dots(queries: Tensor, shared: Tensor, tails: Tensor, lanes: Tensor) -> Tensor:
+    """``q.k``, ``[Q, H, N, G, C, B]``, of keys ``[Q, H, blocks, B, D]`` and ``[Q, M, H, ...]``."""
+    rows = by_kv_head(queries.float(), shared.shape[1])
+    ours = rows.flatten(2, 3) @ shared.flatten(-3, -2).float().mT
+    own = tails[:, lanes].flatten(-3, -2).float()
+    theirs = (rows.transpose(1, 2) @ own.mT).transpose(1, 2)
+    dots = torch.cat((torch.unflatten(ours, 2, rows.shape[2:4]), theirs), dim=-1)
+    return torch.unflatten(dots, -1, (-1, shared.shape[-2]))
+
+
+def _digests(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys as 4 bits hold them ``[..., B, D]``, and their minima and maxima ``[..., 2, D]``."""
+    return dequantize_keys4(build_keys4(tiles)), build_minmax(tiles)

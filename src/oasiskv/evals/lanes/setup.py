@@ -1,0 +1,99 @@
+"""From settings to lanes: their order, what they share, their draft sources and tracks."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TypeVar
+
+from oasiskv.drafts.base import DraftSource
+from oasiskv.drafts.lookahead import LookaheadMode
+from oasiskv.drafts.oracle import OracleDrafts
+from oasiskv.errors import PromptError
+from oasiskv.evals.lanes.asked import Asked
+from oasiskv.evals.lanes.attention import Group
+from oasiskv.evals.lanes.track import Track
+from oasiskv.evals.methods import METHODS, Known, Setting
+
+T = TypeVar("T")
+
+KNOWN_ROWS = 16
+"""Known tokens that a policy decodes in one round."""
+
+
+def in_order(settings: Sequence[Setting]) -> list[Setting]:
+    """Policies first, each policy's lanes side by side; then OasisKV's, by size of the hot set."""
+    names = list(METHODS)
+    return sorted(
+        settings,
+        key=lambda each: (
+            (0, names.index(each.method.name), 0)
+            if each.method.policy is not None
+            else (1, each.config.budget_tokens, each.config.hot_tokens)
+        ),
+    )
+
+
+def policy_groups(settings: Sequence[Setting], seed: int) -> list[Group]:
+    """Lanes of each policy; settings in order."""
+    names = [each.method.name for each in settings if each.method.policy is not None]
+    groups = []
+    for name, lanes in _runs(names):
+        policy = METHODS[name].policy
+        assert policy is not None
+        groups.append(Group(lanes, policy(seed)))
+    return groups
+
+
+def hot_lanes(settings: Sequence[Setting]) -> list[range]:
+    """OasisKV's lanes, those with hot sets of one size together; settings in order."""
+    sizes = [
+        None if each.method.policy else (each.config.budget_tokens, each.config.hot_tokens)
+        for each in settings
+    ]
+    return [lanes for size, lanes in _runs(sizes) if size is not None]
+
+
+def _runs(values: Sequence[T]) -> list[tuple[T, range]]:
+    """Each value with the places where it stands side by side."""
+    found = []
+    start = 0
+    for value, run in groupby(values):
+        end = start + len(list(run))
+        found.append((value, range(start, end)))
+        start = end
+    return found
+
+
+def drafts_of(setting: Setting, asked: Sequence[Asked]) -> DraftSource:
+    """A setting's draft source for all questions."""
+    prompts = {each.name: len(each.prompt) for each in asked}
+    if setting.method.policy is None:
+        follows = {each.name: [*each.forced, *each.expected] for each in asked}
+        return setting.method.drafts(Known(follows, prompts))
+    # What a policy decodes is known while it is forced: several tokens a round, the last of which
+    # waits for the next round, so that no row is computed twice.
+    return OracleDrafts({each.name: each.forced[:-1] for each in asked}, prompts)
+
+
+def track_of(asked: Asked, setting: Setting) -> Track:
+    """The start of one question in one lane."""
+    mode, most = LookaheadMode.LAST_ACCEPTED, KNOWN_ROWS - 1
+    if setting.method.policy is None:
+        mode = setting.method.lookahead
+        most = 1 if mode is LookaheadMode.PAPER else setting.config.draft_tokens
+    return Track(asked.name, asked.prompt, asked.forced, asked.limit, asked.stops, mode, most)
+
+
+def check_prompts(asked: Sequence[Asked], settings: Sequence[Setting]) -> None:
+    """Refuse prompts that are no longer than what a lane attends to anyway.
+
+    Raises:
+        PromptError: names the question.
+    """
+    least = max(each.config.resolved_threshold_tokens for each in settings)
+    for each in asked:
+        if len(each.prompt) <= least:
+            raise PromptError(
+                f"the prompt of {each.name} has {len(each.prompt)} tokens, but at the largest "
+                f"budget {least} tokens are attended to anyway: ask for longer prompts or for "
+                "smaller budgets"
+            )
