@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from oasiskv.core.geometry import KVGeometry
-from oasiskv.evals.lanes.kv import NOWHERE, LaneKV
+from oasiskv.evals.lanes.kv import LaneKV
+from oasiskv.evals.lanes.rows import Segment, lay_out
 from oasiskv.evals.policies import (
     Dense,
     ExactTop,
@@ -13,6 +14,7 @@ from oasiskv.evals.policies import (
     RandomBlocks,
     Stale,
     WindowOnly,
+    choose,
 )
 from oasiskv.hf.prefill import Prefilled
 
@@ -53,19 +55,23 @@ class World:
             tiles = self.kv[q, 0].unflatten(1, (-1, 16)).transpose(2, 3)
             prefilled.append(Prefilled(list(range(tokens)), list(tiles[:, : -(-tokens // 16)])))
         lanes = LaneKV(geometry, prefilled, 2, TOKENS - min(PREFILLED), torch.device("cpu"))
-        for q, tokens in enumerate(PREFILLED):
-            for lane in range(2):
-                for layer in range(LAYERS):
-                    for position in range(tokens, TOKENS):
-                        at = torch.full((2, 1), NOWHERE)
-                        at[:] = lanes.first_tail[:, None] * 16
-                        at[q] = position
-                        writer = torch.full((2, 1), lanes.spare)
-                        writer[q] = lane
-                        row = self.kv[q, lane, layer, position].expand(2, 1, -1, -1)
-                        lanes.write(layer, at, writer, row)
-                first = tokens // 16
-                lanes.close([(q, lane, block) for block in range(first, TOKENS // 16)])
+        for lane in range(2):
+            # The shorter prompt's tail is longer; both are written to their end.
+            segments = [
+                [Segment(range(tokens, TOKENS) if own == lane else (), tokens) for own in range(2)]
+                for tokens in PREFILLED
+            ]
+            rows = lay_out(segments, lanes.spare, torch.device("cpu"))
+            at = torch.arange(2)[:, None], lane, slice(None), rows.positions
+            for layer in range(LAYERS):
+                lanes.write(layer, rows, self.kv[at][:, :, layer])
+            lanes.close(
+                [
+                    (q, lane, block)
+                    for q, tokens in enumerate(PREFILLED)
+                    for block in range(tokens // 16, TOKENS // 16)
+                ]
+            )
         positions = torch.stack([torch.arange(ROWS) + FIRST, torch.arange(ROWS) * 7 + FIRST])
         end = positions // 16 - 2
         blocks = lanes.block_of[:, None]
@@ -73,12 +79,25 @@ class World:
         self.view = LayerView(
             LAYER, lanes, self.queries, self.stale, LANES, positions,
             (blocks >= 1) & (blocks < end[..., None]), COUNTS,
-            lanes.token_logits(LAYER, self.queries, LANES, DIM**-0.5), DIM**-0.5,
+            self.token_logits(lanes), DIM**-0.5,
         )  # fmt: skip
+
+    def token_logits(self, lanes):
+        """``[Q, H, N, G, C, B]``."""
+        found = torch.zeros(2, KV_HEADS, ROWS, GROUP, lanes.block_of.shape[1], 16)
+        for q in range(2):
+            for row, lane in enumerate(LANES):
+                for c, block in enumerate(lanes.block_of[q].tolist()):
+                    if block < TOKENS // 16:
+                        keys = self.kv[q, lane, LAYER, block * 16 : block * 16 + 16, :, :DIM]
+                        query = self.queries[q, row].unflatten(0, (KV_HEADS, GROUP))
+                        dots = torch.einsum("hgd,bhd->hgb", query, keys) * DIM**-0.5
+                        found[q, :, row, :, c] = dots
+        return found
 
     def cases(self, policy):
         """Of each row and query head: keys ``[blocks, 16, D]``, candidates, and what is chosen."""
-        chosen = policy.choose(self.view) & self.view.candidates[:, :, None]
+        chosen = choose([policy], [self.view]) & self.view.candidates[:, :, None]
         for q in range(2):
             for row in range(ROWS):
                 keys = self.kv[q, LANES[row], LAYER, :, :, :DIM].unflatten(0, (-1, 16))
@@ -106,8 +125,8 @@ def test_quest_is_the_papers_upper_bound_of_each_query_head(world):
 def test_quest_leaves_its_first_two_layers_dense(world):
     for layer, dense in ((0, True), (1, True), (2, False)):
         world.view.layer = layer
-        chosen = Quest().choose(world.view)
-        assert torch.equal(chosen, Dense().choose(world.view)) == dense
+        chosen = choose([Quest()], [world.view])
+        assert torch.equal(chosen, choose([Dense()], [world.view])) == dense
 
 
 def attention_by_block(world, queries, at, allowed):
@@ -150,9 +169,9 @@ def test_random_draws_anew_for_each_row_and_alike_for_a_group(world):
         assert set(chosen) <= set(allowed)
         assert found.setdefault((q, row, head // GROUP), chosen) == chosen
     assert len({str(chosen) for chosen in found.values()}) > len(found) // 2
-    again = RandomBlocks(0).choose(world.view)
-    assert torch.equal(again, RandomBlocks(0).choose(world.view))
-    assert not torch.equal(again, RandomBlocks(1).choose(world.view))
+    again = choose([RandomBlocks(0)], [world.view])
+    assert torch.equal(again, choose([RandomBlocks(0)], [world.view]))
+    assert not torch.equal(again, choose([RandomBlocks(1)], [world.view]))
 
 
 def test_random_takes_all_blocks_alike(world):
@@ -161,7 +180,7 @@ def test_random_takes_all_blocks_alike(world):
     rows = 400
     for start in range(rows):
         world.view.positions[:, 0] = 200 + start
-        counts += RandomBlocks(3).choose(world.view)[0, 0, ::GROUP, 1:10].float()
+        counts += choose([RandomBlocks(3)], [world.view])[0, 0, ::GROUP, 1:10].float()
     world.view.positions[:, 0] = FIRST
     allowed = int(world.view.candidates[0, 0].sum())
     share = COUNTS[0] / allowed

@@ -7,7 +7,9 @@ those of ``evals.lanes.kv``.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -55,15 +57,6 @@ class LayerView:
         scores = block_scores(rows, self.candidates.flatten(0, 1), self.kv_heads)
         return torch.unflatten(scores, 0, logits.shape[:2])
 
-    def best(self, scores: Tensor) -> Tensor:
-        """The best candidates of each row, ties to the lower index: bool ``[Q, N, Hq, C]``.
-
-        Args:
-            scores: ``[Q, N, H or Hq, C]``, any float.
-        """
-        chosen = best_blocks(scores, self.candidates, self.counts)
-        return chosen.repeat_interleave(self.queries.shape[2] // scores.shape[2], dim=2)
-
 
 def best_blocks(scores: Tensor, candidates: Tensor, counts: Tensor) -> Tensor:
     """The ``counts[n]`` best candidates, ties to the lower index: bool, the shape of scores.
@@ -74,38 +67,118 @@ def best_blocks(scores: Tensor, candidates: Tensor, counts: Tensor) -> Tensor:
         counts: int64 ``[N]``.
     """
     allowed = candidates[:, :, None]
-    order = (
-        scores.masked_fill(~allowed, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    )
+    ranked = scores.masked_fill(~allowed, -torch.inf)
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices
     rank = torch.arange(order.shape[-1], device=order.device)
     first = (rank < counts[:, None, None]).expand_as(order)
     return torch.zeros_like(first).scatter_(-1, order, first) & allowed
 
 
 class Policy(ABC):
-    """Chooses blocks."""
+    """Chooses the blocks of the highest score, as many as a row may have.
+
+    Attributes:
+        by_query_head: each query head has blocks of its own; otherwise those of a KV head share.
+    """
+
+    by_query_head = False
 
     @abstractmethod
-    def choose(self, view: LayerView) -> Tensor:
-        """Bool ``[Q, N, Hq, C]``; blocks that are no candidates are not looked at."""
+    def score(self, view: LayerView) -> Tensor:
+        """``[Q, N, H or Hq, C]``, any float; blocks that are no candidates are not looked at."""
+
+    def every(self, layer: int) -> bool:
+        """All candidates are chosen, whatever their scores."""
+        return False
+
+
+def choose(policies: Sequence[Policy], views: Sequence[LayerView]) -> Tensor:
+    """What policies choose, one after the other: bool ``[Q, N, Hq, C]``.
+
+    Args:
+        policies: those of the same kind of heads side by side, so that few sorts do for all.
+        views: of each its rows.
+    """
+    parts = []
+    both = zip(policies, views, strict=True)
+    for (own_heads, every), run in groupby(
+        both, key=lambda each: (each[0].by_query_head, each[0].every(each[1].layer))
+    ):
+        own = list(run)
+        candidates = torch.cat([view.candidates for _, view in own], dim=1)
+        heads = own[0][1].queries.shape[2]
+        if every:
+            parts.append(candidates[:, :, None].expand(-1, -1, heads, -1))
+            continue
+        scores = torch.cat([policy.score(view).float() for policy, view in own], dim=1)
+        chosen = best_blocks(scores, candidates, torch.cat([view.counts for _, view in own]))
+        parts.append(
+            chosen if own_heads else chosen.repeat_interleave(heads // scores.shape[2], dim=2)
+        )
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 class Dense(Policy):
     """All of them."""
 
-    def choose(self, view: LayerView) -> Tensor:
+    by_query_head = True
+
+    def score(self, view: LayerView) -> Tensor:
         """See ``Policy``."""
         return view.candidates[:, :, None].expand(-1, -1, view.queries.shape[2], -1)
+
+    def every(self, layer: int) -> bool:
+        """See ``Policy``."""
+        return True
+
+
+class Quest(Policy):
+    """Quest (https://arxiv.org/abs/2406.10774), on blocks of 16 tokens as in the paper.
+
+    Criticality of a block for a query head: the sum over channels of the larger of q times the
+    channel's minimum and q times its maximum. Each query head takes its own most critical blocks,
+    by its query of this very step, so nothing is predicted. Its first two layers stay dense.
+    """
+
+    by_query_head = True
+    DENSE_LAYERS = 2
+
+    def score(self, view: LayerView) -> Tensor:
+        """See ``Policy``."""
+        return view.kv.minmax_logits(view.layer, view.queries, view.lanes, 1.0, view.scale)
+
+    def every(self, layer: int) -> bool:
+        """See ``Policy``."""
+        return layer < self.DENSE_LAYERS
+
+
+class ExactTop(Policy):
+    """The best by exact keys and the row's own query: the upper bound of any digest."""
+
+    def score(self, view: LayerView) -> Tensor:
+        """See ``Policy``."""
+        return view.scores(by_query_head(view.token_logits.logsumexp(-1)))
+
+
+class Stale(Policy):
+    """The best by the query of the token before: what is known without a draft.
+
+    Digest and scores are OasisKV's (4-bit keys); no hot set outlives the step and no cap holds it.
+    """
+
+    def score(self, view: LayerView) -> Tensor:
+        """See ``Policy``."""
+        logits = view.kv.keys4_logits(view.layer, view.stale, view.lanes, view.scale)
+        return view.scores(logits)
 
 
 class WindowOnly(Policy):
     """The newest ones: a window that is longer by as many blocks (StreamingLLM, 2309.17453)."""
 
-    def choose(self, view: LayerView) -> Tensor:
+    def score(self, view: LayerView) -> Tensor:
         """See ``Policy``."""
-        from_last = view.candidates.flip(-1).cumsum(-1).flip(-1)
-        recent = view.candidates & (from_last <= view.counts[:, None])
-        return recent[:, :, None].expand(-1, -1, view.queries.shape[2], -1)
+        blocks = view.kv.block_of[:, None, None]
+        return blocks.expand(-1, len(view.lanes), view.kv_heads, -1)
 
 
 @dataclass
@@ -118,53 +191,15 @@ class RandomBlocks(Policy):
 
     seed: int
 
-    def choose(self, view: LayerView) -> Tensor:
+    def score(self, view: LayerView) -> Tensor:
         """See ``Policy``."""
-        heads = torch.arange(view.kv_heads, device=view.positions.device)[:, None]
-        blocks = view.kv.block_of[:, None, None]
         # Nothing but these decides: neither how rows come together nor who else is in the batch.
-        place = _mixed(view.positions[..., None, None] * 1009 + view.layer + self.seed * 1_000_003)
-        draws = _mixed(_mixed(place + heads) + blocks)
-        # float64 holds 53 bits: enough for blocks of one row not to be tied.
-        return view.best(draws.double())
-
-
-class ExactTop(Policy):
-    """The best by exact keys and the row's own query: the upper bound of any digest."""
-
-    def choose(self, view: LayerView) -> Tensor:
-        """See ``Policy``."""
-        return view.best(view.scores(by_query_head(view.token_logits.logsumexp(-1))))
-
-
-class Quest(Policy):
-    """Quest (https://arxiv.org/abs/2406.10774), on blocks of 16 tokens as in the paper.
-
-    Criticality of a block for a query head: the sum over channels of the larger of q times the
-    channel's minimum and q times its maximum. Each query head takes its own most critical blocks,
-    by its query of this very step, so nothing is predicted. Its first two layers stay dense.
-    """
-
-    DENSE_LAYERS = 2
-
-    def choose(self, view: LayerView) -> Tensor:
-        """See ``Policy``."""
-        if view.layer < self.DENSE_LAYERS:
-            return Dense().choose(view)
-        bound = view.kv.minmax_logits(view.layer, view.queries, view.lanes, 1.0, view.scale)
-        return view.best(bound)
-
-
-class Stale(Policy):
-    """The best by the query of the token before: what is known without a draft.
-
-    Digest and scores are OasisKV's (4-bit keys); no hot set outlives the step and no cap holds it.
-    """
-
-    def choose(self, view: LayerView) -> Tensor:
-        """See ``Policy``."""
-        logits = view.kv.keys4_logits(view.layer, view.stale, view.lanes, view.scale)
-        return view.best(view.scores(logits))
+        row = view.positions * 1009 + (view.layer + self.seed * 1_000_003)
+        heads = torch.arange(view.kv_heads, device=row.device)[:, None]
+        blocks = view.kv.block_of[:, None, None] * view.kv_heads + heads
+        draws = _mixed(row[..., None, None] * -0x61C8864680B583EB + blocks)
+        # As many bits as a float32 holds; ties are rare and go to the lower block.
+        return (draws & ((1 << 24) - 1)).float()
 
 
 def _mixed(values: Tensor) -> Tensor:

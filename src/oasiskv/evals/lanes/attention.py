@@ -1,29 +1,36 @@
 """Attention of all lanes' rows in one forward: everything is there, a mask says what is seen."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from oasiskv.config import OasisConfig
-from oasiskv.evals.lanes.hot_sets import HotSets
 from oasiskv.evals.lanes.kv import LaneKV, by_kv_head
 from oasiskv.evals.lanes.rows import Part, Rows, window_start
 from oasiskv.evals.lanes.sums import Picked, Sums
-from oasiskv.evals.policies import LayerView, Policy
+from oasiskv.evals.policies import Dense, LayerView, Policy, choose
 
 
-@dataclass
-class Group:
-    """Neighbouring lanes that choose in one way.
+@dataclass(frozen=True)
+class Lanes:
+    """Who decodes in which lane.
 
     Args:
-        lanes: their numbers.
-        chooser: how: a policy for each row, or hot sets that hold for all rows of a step.
+        policies: neighbouring lanes and the policy that chooses for them, in order.
+        hot: OasisKV's lanes, after all others.
+        counts: int64 ``[M]``, blocks that each lane may choose.
     """
 
-    lanes: range
-    chooser: Policy | HotSets
+    policies: list[tuple[range, Policy]]
+    hot: range
+    counts: Tensor
+
+    @property
+    def all_dense(self) -> bool:
+        """No lane leaves anything out."""
+        return not self.hot and all(isinstance(policy, Dense) for _, policy in self.policies)
 
 
 @dataclass
@@ -33,19 +40,25 @@ class _Round:
     Args:
         rows: what is computed.
         picked: rows to measure.
-        groups: those that compute, with their rows.
-        policies: the rows of all policies.
-        candidates: bool ``[Q, N, C]``.
-        unseen: bool ``[Q, N, C, B]``, tokens after a row's own.
+        everything: rows see everything, as a prompt's do.
+        policies: those whose lanes compute, and their rows.
+        chosen: the rows of all policies.
+        hot: the rows of hot lanes.
+        held: int64, which hot lane each of them is of.
+        candidates: bool ``[Q, N, C]``, blocks between sink and window.
+        always: bool ``[Q, N, C]``, blocks that are attended to anyway.
         counts: int64 ``[N]``, blocks that a row may choose.
     """
 
     rows: Rows
     picked: Picked | None
-    groups: list[tuple[Group, Part]]
-    policies: Part | None
+    everything: bool
+    policies: list[tuple[Policy, Part]]
+    chosen: Part | None
+    hot: Part | None
+    held: Tensor
     candidates: Tensor
-    unseen: Tensor
+    always: Tensor
     counts: Tensor
 
 
@@ -55,111 +68,127 @@ class LaneAttention:
     Args:
         kv: keys and values.
         config: sizes of sink and window.
-        counts: int64 ``[M]``, blocks that each lane may choose.
+        lanes: who decodes in which lane.
         sums: takes measurements.
 
     Attributes:
         queries: of the last forward, one ``[Q, N, Hq, D]`` a layer.
+        held: bool ``[L, Q, hot lanes, H, C]``, blocks in slots.
     """
 
-    def __init__(self, kv: LaneKV, config: OasisConfig, counts: Tensor, sums: Sums) -> None:
-        self._kv, self._config, self._counts, self._sums = kv, config, counts, sums
+    def __init__(self, kv: LaneKV, config: OasisConfig, lanes: Lanes, sums: Sums) -> None:
+        self._kv, self._config, self._lanes, self._sums = kv, config, lanes, sums
         self._round: _Round | None = None
         self._before: dict[int, Tensor] = {}
         self.queries: list[Tensor] = []
+        self.held = torch.zeros(0)
 
-    def begin(self, rows: Rows, picked: Picked | None, groups: list[Group]) -> None:
+    def begin(self, rows: Rows, picked: Picked | None = None, prompt: bool = False) -> None:
         """The next forward.
 
         Args:
             rows: what it computes.
             picked: rows to measure; None: none.
-            groups: of all lanes, in order, those of policies first; none: rows see everything, as
-                a prompt's do.
+            prompt: the rows are of prompts, in lane 0.
         """
-        parts = [(group, part) for group in groups if (part := rows.part(group.lanes))]
-        ends = [
-            # The window of a hot set moves on between steps, not from row to row.
-            (rows.positions if isinstance(group.chooser, Policy) else rows.starts)[:, part.rows]
-            for group, part in parts
-        ]
+        lanes = self._lanes
+        policies = [(p, part) for own, p in lanes.policies if (part := rows.part(own))]
+        hot = rows.part(lanes.hot)
+        # The window of a hot set moves on between steps, not from row to row.
+        ends = rows.positions.clone()
+        if hot is not None:
+            ends[:, hot.rows] = rows.starts[:, hot.rows]
+        end = window_start(ends, self._config.window_blocks)
         blocks = self._kv.block_of[:, None]
-        size = self._config.window_blocks
-        end = window_start(torch.cat(ends, dim=1), size) if ends else rows.starts * 0
         candidates = (blocks >= self._config.sink_blocks) & (blocks < end[..., None])
-        lanes = [group.lanes for group, _ in parts if isinstance(group.chooser, Policy)]
         self._round = _Round(
             rows,
             picked,
-            parts,
-            rows.part(range(lanes[0].start, lanes[-1].stop)) if lanes else None,
+            prompt or lanes.all_dense,
+            policies,
+            rows.part(range(lanes.hot.start)),
+            hot,
+            rows.lanes[hot.rows] - lanes.hot.start if hot is not None else rows.lanes[:0],
             candidates,
-            self._kv.after(rows.positions),
-            self._counts[rows.lanes],
+            ~candidates & self._kv.real[:, None],
+            lanes.counts[rows.lanes],
         )
         self.queries = []
+        self._prompt = prompt
 
     def attend(self, layer: int, query: Tensor, kv: Tensor, scale: float) -> Tensor:
         """Write new KV and attend; ``AttentionBatch``."""
         now = self._round
         assert now is not None
-        rows = now.rows
-        queries = torch.unflatten(query, 0, rows.tokens.shape)
+        shape = now.rows.tokens.shape
+        queries = torch.unflatten(query, 0, shape)
         self.queries.append(queries)
-        self._kv.write(
-            layer, rows.positions, rows.writers, torch.unflatten(kv, 0, rows.tokens.shape)
-        )
-        logits = self._kv.token_logits(layer, queries, rows.lanes, scale)
-        logits.masked_fill_(now.unseen[:, None, :, None], -torch.inf)
-        weights = logits
-        if now.groups:
-            chosen = self._choose(layer, now, queries, logits, scale)
-            attended = chosen | ~now.candidates[:, :, None]
-            if now.picked is not None:
-                self._sums.measure(now.picked, logits, attended, chosen, now.candidates, now.counts)
-            hidden = ~by_kv_head(attended, logits.shape[1])
-            weights = logits.masked_fill(hidden[..., None], -torch.inf)
-        self._remember(layer, rows, queries)
-        weights = torch.unflatten(weights.flatten(-2).softmax(-1), -1, logits.shape[-2:])
-        return self._kv.weigh(layer, weights, rows.lanes).to(query.dtype).flatten(0, 1)
+        self._kv.write(layer, now.rows, torch.unflatten(kv, 0, shape))
+        mask = partial(self._mask, layer, now, queries, scale)
+        out = self._kv.attend(layer, queries, now.rows, scale, mask)
+        self._remember(layer, now, queries)
+        return out.to(query.dtype).flatten(0, 1)
+
+    def _mask(
+        self, layer: int, now: _Round, queries: Tensor, scale: float, logits: Tensor
+    ) -> Tensor:
+        """Token logits with -inf for what is not attended to."""
+        if now.everything:
+            hidden = ~self._kv.real[:, None, None, None, :, None]
+            return logits.masked_fill_(hidden, -torch.inf)
+        chosen = self._choose(layer, now, queries, scale, logits) & now.candidates[:, :, None]
+        if now.chosen is not None:
+            self._sums.move(layer, now.rows, now.chosen, chosen[:, now.chosen.rows])
+        attended = chosen | now.always[:, :, None]
+        if now.picked is not None:
+            self._sums.measure(
+                now.picked, logits, self._kv.real, attended, chosen, now.candidates, now.counts
+            )
+        hidden = ~by_kv_head(attended, logits.shape[1])
+        return logits.masked_fill_(hidden[..., None], -torch.inf)
 
     def _choose(
-        self, layer: int, now: _Round, queries: Tensor, logits: Tensor, scale: float
+        self, layer: int, now: _Round, queries: Tensor, scale: float, logits: Tensor
     ) -> Tensor:
-        """Bool ``[Q, N, Hq, C]``, blocks between sink and window that are attended to."""
-        rows = now.rows
-        chosen = []
-        stale = self._stale(layer, rows, queries)
-        for group, part in now.groups:
-            lanes = rows.lanes[part.rows]
-            if isinstance(group.chooser, HotSets):
-                mask = group.chooser.mask[layer][:, lanes - group.lanes.start]
-                held = mask.repeat_interleave(queries.shape[2] // mask.shape[2], dim=2)
-                chosen.append(held)
-                continue
-            view = LayerView(
-                layer, self._kv, queries[:, part.rows], stale[:, part.rows], lanes,
-                rows.positions[:, part.rows], now.candidates[:, part.rows],
-                now.counts[part.rows], logits[:, :, part.rows], scale,
-            )  # fmt: skip
-            chosen.append(group.chooser.choose(view))
-        every = torch.cat(chosen, dim=1) & now.candidates[:, :, None]
-        if now.policies is not None:
-            self._sums.move(layer, rows, now.policies, every[:, now.policies.rows])
-        return every
+        """Bool ``[Q, N, Hq, C]``; blocks that are no candidates are not looked at."""
+        rows, parts = now.rows, []
+        if now.policies:
+            stale = self._stale(layer, now, queries)
+            views = [
+                LayerView(
+                    layer,
+                    self._kv,
+                    queries[:, part.rows],
+                    stale[:, part.rows],
+                    rows.lanes[part.rows],
+                    rows.positions[:, part.rows],
+                    now.candidates[:, part.rows],
+                    now.counts[part.rows],
+                    logits[:, :, part.rows],
+                    scale,
+                )
+                for _, part in now.policies
+            ]
+            policies = [policy for policy, _ in now.policies]
+            parts.append(choose(policies, views))
+        if now.hot is not None:
+            held = self.held[layer][:, now.held]
+            parts.append(held.repeat_interleave(queries.shape[2] // held.shape[2], dim=2))
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
-    def _stale(self, layer: int, rows: Rows, queries: Tensor) -> Tensor:
+    def _stale(self, layer: int, now: _Round, queries: Tensor) -> Tensor:
         """Query of the token before each row: the row before, or the lane's last one."""
         stale = queries.roll(1, dims=1)
-        stale[:, rows.firsts] = self._before[layer][:, rows.running]
+        stale[:, now.rows.firsts] = self._before[layer][:, now.rows.running]
         return stale
 
-    def _remember(self, layer: int, rows: Rows, queries: Tensor) -> None:
-        """Keep the last query of each lane that computes; of a prompt, every lane keeps it."""
-        newest = rows.newest(queries)
-        if layer not in self._before:
-            self._before[layer] = newest.expand(-1, len(self._counts), -1, -1).clone()
-            return
-        kept = self._before[layer][:, rows.running]
-        some = rows.counts[..., None, None] > 0
-        self._before[layer][:, rows.running] = torch.where(some, newest, kept)
+    def _remember(self, layer: int, now: _Round, queries: Tensor) -> None:
+        """Keep the last query of each policy's lane; of a prompt, every lane keeps it."""
+        if self._prompt:
+            lanes = len(self._lanes.counts)
+            self._before[layer] = queries[:, -1:].expand(-1, lanes, -1, -1).clone()
+        elif now.chosen is not None and not now.everything:
+            running = now.rows.running[now.chosen.running]
+            kept = self._before[layer][:, running]
+            own = queries[:, now.chosen.rows]
+            self._before[layer][:, running] = now.rows.newest(own, kept, now.chosen)

@@ -9,7 +9,7 @@ from oasiskv.config import BLOCK_TOKENS
 from oasiskv.core.tiering import LATEST_QUERIES
 from oasiskv.drafts.lookahead import lookahead_row
 from oasiskv.evals.lanes.asked import Asked, Decoded
-from oasiskv.evals.lanes.attention import Group, LaneAttention
+from oasiskv.evals.lanes.attention import LaneAttention
 from oasiskv.evals.lanes.compare import Comparison, Gained
 from oasiskv.evals.lanes.hot_sets import HotSets
 from oasiskv.evals.lanes.kv import LaneKV
@@ -19,7 +19,7 @@ from oasiskv.evals.lanes.setup import (
     drafts_of,
     hot_lanes,
     in_order,
-    policy_groups,
+    lanes_of,
     track_of,
 )
 from oasiskv.evals.lanes.sums import Picked, Sums
@@ -71,7 +71,6 @@ class LaneDecoder:
         self._window, self._sinks = config.window_blocks, config.sink_blocks
         check_prompts(asked, self.settings)
         lanes = len(self.settings)
-        self._hot = range(sum(each.method.policy is not None for each in self.settings), lanes)
         self._sources = [drafts_of(each, asked) for each in self.settings]
         self.tracks = [[track_of(one, each) for each in self.settings] for one in asked]
         self._steps = [[0] * lanes for _ in asked]
@@ -84,13 +83,11 @@ class LaneDecoder:
         )
         self.block_of = self._kv.block_of
         self._sums = Sums(loaded.geometry, self.block_of.shape, lanes, self._device)
-        counts = torch.tensor(
-            [each.config.hot_blocks for each in self.settings], device=self._device
-        )
-        self._groups = policy_groups(self.settings, seed)
-        self._attention = LaneAttention(self._kv, config, counts, self._sums)
+        who = lanes_of(self.settings, seed, self._device)
+        self._hot = who.hot
+        self._attention = LaneAttention(self._kv, config, who, self._sums)
         self.hot_sets = self._decode_prompts()
-        self._groups += [Group(own, hot_sets) for own, hot_sets in self.hot_sets]
+        self._hold()
 
     def run(self) -> list[dict[Setting, Decoded]]:
         """Decode to the end; of each question, what each setting gave."""
@@ -110,7 +107,7 @@ class LaneDecoder:
         self._rounds += 1
         rows = lay_out(segments, self._kv.spare, self._device)
         picked = self._pick(rows)
-        self._attention.begin(rows, picked, self._groups)
+        self._attention.begin(rows, picked)
         logits = self._forward(rows)
         closed = [[track.computed // BLOCK_TOKENS for track in own] for own in self.tracks]
         accepted, kept = self._accept(rows, segments, logits)
@@ -135,7 +132,7 @@ class LaneDecoder:
             for each in self._asked
         ]
         rows = lay_out([[segment] for segment in given], self._kv.spare, self._device)
-        self._attention.begin(rows, None, [])
+        self._attention.begin(rows, prompt=True)
         logits = self._forward(rows)
         self._kv.share_tail()
         gained = []
@@ -252,6 +249,14 @@ class LaneDecoder:
                 hot_sets.compare(own_scores, active[:, part])
             hot_sets.step(scores[:, :, part], candidates[:, part], active[:, part], self._rounds)
 
+        self._hold()
+
+    def _hold(self) -> None:
+        """Show attention what is in slots now."""
+        if self.hot_sets:
+            masks = [hot_sets.mask for _, hot_sets in self.hot_sets]
+            self._attention.held = torch.cat(masks, dim=2)
+
     def _at(self, queries: Tensor, rows: list[list[int]]) -> Tensor:
         """Queries ``[L, Q, n, Hq, D]`` of rows ``[Q][n]``."""
         questions = torch.arange(queries.shape[1], device=self._device)[:, None]
@@ -292,8 +297,9 @@ class LaneDecoder:
                 start = len(asked.prompt) + len(asked.forced)
                 found.tokens = self.tracks[q][lane].tokens[start:]
                 found.mass, found.recall = self._sums.means(q, lane)
-                moved, rows = self._sums.moves(q, lane)
-                found.moved_bytes = moved * tile / max(1, rows)
+                if self.settings[lane].method.name != DENSE:
+                    moved, rows = self._sums.moves(q, lane)
+                    found.moved_bytes = moved * tile / max(1, rows)
             for lanes, hot_sets in self.hot_sets:
                 for lane in lanes:
                     found, i = own[lane], lane - lanes.start

@@ -8,12 +8,13 @@ a shorter prompt has fewer shared blocks; those that it lacks are padding, to wh
 attend.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from oasiskv.core.geometry import KVGeometry
+from oasiskv.evals.lanes.rows import Rows
 from oasiskv.hf.prefill import Prefilled
 from oasiskv.ops.digest.reference import build_keys4, build_minmax, dequantize_keys4
 from oasiskv.ops.score.reference import minmax_logits
@@ -35,6 +36,7 @@ class LaneKV:
     Attributes:
         block_of: int64 ``[Q, C]``, number of each block in its question; ``NOWHERE`` for padding.
         first_tail: int64 ``[Q]``, number of the first block of a tail.
+        real: bool ``[Q, C]``, blocks that are no padding.
         spare: lane that takes what rows of padding write.
     """
 
@@ -71,25 +73,27 @@ class LaneKV:
         blocks = blocks.masked_fill(blocks >= self.first_tail[:, None], NOWHERE)
         after = self.first_tail[:, None] + torch.arange(tail_blocks, device=device)
         self.block_of = torch.cat((blocks, after), dim=1)
+        # What ``write`` needs of a round, the same in all layers.
+        self._place: tuple[Rows, Tensor, Tensor, Tensor] | None = None
+        self.real = self.block_of < NOWHERE
 
-    def write(self, layer: int, positions: Tensor, lanes: Tensor, kv: Tensor) -> None:
+    def write(self, layer: int, rows: Rows, kv: Tensor) -> None:
         """Write the KV of new tokens into tails.
 
         Args:
             layer: the layer.
-            positions: int64 ``[Q, N]``.
-            lanes: int64 ``[Q, N]``, whose they are; ``spare`` for padding.
+            rows: whose they are.
             kv: ``[Q, N, H, 2 * D]``.
         """
-        blocks = positions // self._size - self.first_tail[:, None]
-        questions = torch.arange(len(positions), device=positions.device)[:, None]
-        self._tail[layer][questions, lanes, :, blocks, positions % self._size] = kv
-
-    def after(self, positions: Tensor) -> Tensor:
-        """Tokens after rows at ``positions``, int64 ``[Q, N]``: bool ``[Q, N, C, B]``."""
-        within = torch.arange(self._size, device=positions.device)
-        tokens = (self.block_of * self._size)[..., None] + within
-        return tokens[:, None] > positions[..., None, None]
+        if self._place is None or self._place[0] is not rows:
+            blocks = rows.positions // self._size - self.first_tail[:, None]
+            tail = torch.arange(self._tail.shape[4], device=blocks.device)
+            within = torch.arange(self._size, device=blocks.device)
+            later = (self.first_tail[:, None] + tail)[..., None] * self._size + within
+            unseen = later[:, None] > rows.positions[..., None, None]
+            self._place = rows, blocks, rows.positions % self._size, unseen.flatten(-2)
+        _, blocks, offsets, _ = self._place
+        self._tail[layer][rows.questions, rows.writers, :, blocks, offsets] = kv
 
     def share_tail(self) -> None:
         """Give every lane the tail of lane 0."""
@@ -108,8 +112,45 @@ class LaneKV:
         # Indices on both sides of a slice: what they pick comes first, ``[n, L, H, B, 2 * D]``.
         self._tail4[where], self._tail_minmax[where] = _digests(self._tail[where])
 
-    def token_logits(self, layer: int, queries: Tensor, lanes: Tensor, scale: float) -> Tensor:
-        """``scale * q.k`` of every token, float32 ``[Q, H, N, G, C, B]``.
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        rows: Rows,
+        scale: float,
+        mask: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Softmax attention of rows whose KV is written.
+
+        Args:
+            layer: the layer.
+            queries: ``[Q, N, Hq, D]``.
+            rows: the round.
+            scale: softmax scale of the model.
+            mask: from ``scale * q.k``, float32 ``[Q, H, N, G, C, B]``, -inf for tokens of a tail
+                that come later and anything for padding, to the same with -inf for whatever is not
+                attended to.
+
+        Returns:
+            ``[Q, N, Hq, D]`` float32.
+        """
+        assert self._place is not None
+        unseen = self._place[3]
+        tails = self._tail[layer][:, rows.lanes]
+        keys = self._shared[layer][..., : self._dim]
+        dots = _dots(queries * scale, keys, tails[..., : self._dim], unseen)
+        weights = mask(dots).flatten(-2).softmax(-1)
+        values = self._shared[layer][..., self._dim :].flatten(-3, -2).float()
+        own = tails[..., self._dim :].flatten(-3, -2).float()
+        split = values.shape[-2]
+        ours = weights[..., :split].flatten(2, 3) @ values
+        theirs = weights[..., split:].transpose(1, 2) @ own
+        return by_query_head(torch.unflatten(ours, 2, weights.shape[2:4]) + theirs.transpose(1, 2))
+
+    def keys4_logits(self, layer: int, queries: Tensor, lanes: Tensor, scale: float) -> Tensor:
+        """Block logits by 4-bit keys, ``[Q, N, Hq, C]``.
+
+        ``ops.score.reference.keys4_logits`` with the keys dequantised once instead of each time.
 
         Args:
             layer: the layer.
@@ -117,15 +158,7 @@ class LaneKV:
             lanes: int64 ``[N]``.
             scale: softmax scale of the model.
         """
-        shared, tail = self._shared[layer], self._tail[layer]
-        return _dots(queries * scale, shared[..., : self._dim], tail[..., : self._dim], lanes)
-
-    def keys4_logits(self, layer: int, queries: Tensor, lanes: Tensor, scale: float) -> Tensor:
-        """Block logits by 4-bit keys, ``[Q, N, Hq, C]``; arguments as of ``token_logits``.
-
-        ``ops.score.reference.keys4_logits`` with the keys dequantised once instead of each time.
-        """
-        dots = _dots(queries * scale, self._shared4[layer], self._tail4[layer], lanes)
+        dots = _dots(queries * scale, self._shared4[layer], self._tail4[layer][:, lanes])
         return by_query_head(dots.logsumexp(-1))
 
     def minmax_logits(
@@ -138,25 +171,6 @@ class LaneKV:
         theirs = minmax_logits(queries.flatten(0, 1)[:, None], each, mix, scale)
         return torch.cat((ours, theirs.reshape(*ours.shape[:3], -1)), dim=-1)
 
-    def weigh(self, layer: int, weights: Tensor, lanes: Tensor) -> Tensor:
-        """Values by attention weights.
-
-        Args:
-            layer: the layer.
-            weights: float32 ``[Q, H, N, G, C, B]``.
-            lanes: int64 ``[N]``.
-
-        Returns:
-            ``[Q, N, Hq, D]`` float32.
-        """
-        values = self._shared[layer][..., self._dim :].flatten(-3, -2).float()
-        tails = self._tail[layer][:, lanes][..., self._dim :].flatten(-3, -2).float()
-        split = values.shape[-2]
-        flat = weights.flatten(-2)
-        ours = flat[..., :split].flatten(2, 3) @ values
-        theirs = flat[..., split:].transpose(1, 2) @ tails
-        return by_query_head(torch.unflatten(ours, 2, flat.shape[2:4]) + theirs.transpose(1, 2))
-
 
 def by_query_head(rows: Tensor) -> Tensor:
     """``[Q, H, N, G, ...]`` -> ``[Q, N, Hq, ...]``."""
@@ -168,13 +182,21 @@ def by_kv_head(rows: Tensor, heads: int) -> Tensor:
     return torch.unflatten(rows, 2, (heads, -1)).transpose(1, 2)
 
 
-def _dots(queries: Tensor, shared: Tensor, tails: Tensor, lanes: Tensor) -> Tensor:
-    """``q.k``, ``[Q, H, N, G, C, B]``, of keys ``[Q, H, blocks, B, D]`` and ``[Q, M, H, ...]``."""
+def _dots(queries: Tensor, shared: Tensor, tails: Tensor, unseen: Tensor | None = None) -> Tensor:
+    """``q.k``, float32 ``[Q, H, N, G, C, B]``.
+
+    Args:
+        queries: ``[Q, N, Hq, D]``.
+        shared: ``[Q, H, blocks, B, D]``.
+        tails: ``[Q, N, H, blocks, B, D]``, the tail of each row's lane.
+        unseen: bool ``[Q, N, tokens of a tail]``: -inf there.
+    """
     rows = by_kv_head(queries.float(), shared.shape[1])
     ours = rows.flatten(2, 3) @ shared.flatten(-3, -2).float().mT
-    own = tails[:, lanes].flatten(-3, -2).float()
-    theirs = (rows.transpose(1, 2) @ own.mT).transpose(1, 2)
-    dots = torch.cat((torch.unflatten(ours, 2, rows.shape[2:4]), theirs), dim=-1)
+    theirs = rows.transpose(1, 2) @ tails.flatten(-3, -2).float().mT
+    if unseen is not None:
+        theirs.masked_fill_(unseen[:, :, None, None], -torch.inf)
+    dots = torch.cat((torch.unflatten(ours, 2, rows.shape[2:4]), theirs.transpose(1, 2)), dim=-1)
     return torch.unflatten(dots, -1, (-1, shared.shape[-2]))
 
 

@@ -67,6 +67,9 @@ class Rows:
         running: int64 ``[R]``, the lanes.
         firsts: int64 ``[R]``, first row of each.
         counts: int64 ``[Q, R]``, rows of each that are none of padding.
+        questions: int64 ``[Q, 1]``, 0 to Q - 1.
+        last: int64 ``[Q, R]``, the last row of each that is none of padding; the first if all are.
+        some: bool ``[Q, R]``, not all are padding; None if that is so everywhere.
     """
 
     by_lane: list[LaneRows]
@@ -79,6 +82,9 @@ class Rows:
     running: Tensor
     firsts: Tensor
     counts: Tensor
+    questions: Tensor
+    last: Tensor
+    some: Tensor | None
 
     def part(self, lanes: range) -> Part | None:
         """Rows of some lanes; None if none of them computes."""
@@ -88,17 +94,19 @@ class Rows:
         first, last = self.by_lane[own[0]], self.by_lane[own[-1]]
         return Part(slice(first.first, last.first + last.width), slice(own[0], own[-1] + 1))
 
-    def newest(self, rows: Tensor) -> Tensor:
-        """Last row of each running lane that is none of padding.
+    def newest(self, rows: Tensor, before: Tensor, part: Part) -> Tensor:
+        """Last row of each lane of a part that is none of padding.
 
         Args:
-            rows: ``[Q, N, ...]``.
-
-        Returns:
-            ``[Q, R, ...]``; whatever the first row has where there is padding only.
+            rows: ``[Q, n, ...]``, rows of the part.
+            before: ``[Q, R, ...]`` of its lanes, what to give where there is padding only.
+            part: the part.
         """
-        questions = torch.arange(len(rows), device=rows.device)[:, None]
-        return rows[questions, self.firsts + (self.counts - 1).clamp(min=0)]
+        newest = rows[self.questions, self.last[:, part.running] - part.rows.start]
+        if self.some is None:
+            return newest
+        some = self.some[:, part.running]
+        return torch.where(some.reshape(*some.shape, *[1] * (rows.dim() - 2)), newest, before)
 
 
 def lay_out(segments: Sequence[Sequence[Segment]], spare: int, device: torch.device) -> Rows:
@@ -127,9 +135,20 @@ def lay_out(segments: Sequence[Sequence[Segment]], spare: int, device: torch.dev
     counts = torch.tensor(
         [[len(own[each.lane].tokens) for each in by_lane] for own in segments], device=device
     )
-    lanes = running.repeat_interleave(widths)
     return Rows(
-        by_lane, tokens, positions, lanes, writers, valid.bool(), starts, running, firsts, counts
+        by_lane,
+        tokens,
+        positions,
+        running.repeat_interleave(widths),
+        writers,
+        valid.bool(),
+        starts,
+        running,
+        firsts,
+        counts,
+        torch.arange(len(segments), device=device)[:, None],
+        firsts + (counts - 1).clamp(min=0),
+        None if all(own[each.lane].tokens for each in by_lane for own in segments) else counts > 0,
     )
 
 

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TypeVar
 
+import torch
+
 from oasiskv.drafts.base import DraftSource
 from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.drafts.oracle import OracleDrafts
 from oasiskv.errors import PromptError
 from oasiskv.evals.lanes.asked import Asked
-from oasiskv.evals.lanes.attention import Group
+from oasiskv.evals.lanes.attention import Lanes
 from oasiskv.evals.lanes.track import Track
 from oasiskv.evals.methods import METHODS, Known, Setting
 
@@ -20,27 +22,31 @@ KNOWN_ROWS = 16
 
 
 def in_order(settings: Sequence[Setting]) -> list[Setting]:
-    """Policies first, each policy's lanes side by side; then OasisKV's, by size of the hot set."""
+    """Policies first, each policy's lanes side by side; then OasisKV's, by size of the hot set.
+
+    Policies go by kind of heads, see ``policies.choose``.
+    """
     names = list(METHODS)
-    return sorted(
-        settings,
-        key=lambda each: (
-            (0, names.index(each.method.name), 0)
-            if each.method.policy is not None
-            else (1, each.config.budget_tokens, each.config.hot_tokens)
-        ),
-    )
+
+    def place(setting: Setting) -> tuple[int, int, int]:
+        policy, config = setting.method.policy, setting.config
+        if policy is None:
+            return 2, config.budget_tokens, config.hot_tokens
+        return int(not policy(0).by_query_head), names.index(setting.method.name), 0
+
+    return sorted(settings, key=place)
 
 
-def policy_groups(settings: Sequence[Setting], seed: int) -> list[Group]:
-    """Lanes of each policy; settings in order."""
+def lanes_of(settings: Sequence[Setting], seed: int, device: torch.device) -> Lanes:
+    """Who decodes in which lane; settings in order."""
     names = [each.method.name for each in settings if each.method.policy is not None]
-    groups = []
+    policies = []
     for name, lanes in _runs(names):
         policy = METHODS[name].policy
         assert policy is not None
-        groups.append(Group(lanes, policy(seed)))
-    return groups
+        policies.append((lanes, policy(seed)))
+    counts = torch.tensor([each.config.hot_blocks for each in settings], device=device)
+    return Lanes(policies, range(len(names), len(settings)), counts)
 
 
 def hot_lanes(settings: Sequence[Setting]) -> list[range]:

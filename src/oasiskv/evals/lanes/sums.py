@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from oasiskv.core.geometry import KVGeometry
-from oasiskv.evals.lanes.kv import by_kv_head
 from oasiskv.evals.lanes.rows import Part, Rows
 from oasiskv.evals.policies import best_blocks
 
@@ -68,6 +67,7 @@ class Sums:
         self,
         picked: Picked,
         token_logits: Tensor,
+        real: Tensor,
         attended: Tensor,
         chosen: Tensor,
         candidates: Tensor,
@@ -77,7 +77,8 @@ class Sums:
 
         Args:
             picked: the rows.
-            token_logits: float ``[Q, H, N, G, C, B]``, -inf where a token is not seen.
+            token_logits: float ``[Q, H, N, G, C, B]``, -inf where a token comes later.
+            real: bool ``[Q, C]``, blocks that are no padding.
             attended: bool ``[Q, N, Hq, C]``.
             chosen: bool ``[Q, N, Hq, C]``, those of them between sink and window.
             candidates: bool ``[Q, N, C]``.
@@ -86,8 +87,9 @@ class Sums:
         at = (picked.questions, picked.rows)
         heads = token_logits.shape[1]
         # Indices on both sides of a slice: rows come first, ``[n, H, G, C, B]``.
-        weights = token_logits[picked.questions, :, picked.rows].flatten(-2).softmax(-1)
-        by_block = torch.unflatten(weights, -1, token_logits.shape[-2:]).sum(-1)
+        logits = token_logits[picked.questions, :, picked.rows]
+        logits.masked_fill_(~real[picked.questions][:, None, None, :, None], -torch.inf)
+        by_block = torch.unflatten(logits.flatten(-2).softmax(-1), -1, logits.shape[-2:]).sum(-1)
         seen = torch.unflatten(attended[at], 1, (heads, -1))
         covered = (by_block * seen).sum(-1).mean(-1)
         # As scores are: of each query head the share of what it gives to candidates.
@@ -125,23 +127,17 @@ class Sums:
             part: rows of lanes that have as many of them each.
             chosen: bool ``[Q, n, Hq, C]`` of these rows.
         """
-        lanes, count = rows.running[part.running], rows.counts[:, part.running]
+        lanes = rows.running[part.running]
         split = (len(lanes), -1)
         valid = torch.unflatten(rows.valid[:, part.rows], 1, split)
-        tiles = torch.unflatten(
-            by_kv_head(chosen, self._last.shape[3]).any(3).transpose(1, 2), 1, split
-        )
+        by_head = torch.unflatten(chosen, 2, (self._last.shape[3], -1)).any(3)
+        tiles = torch.unflatten(by_head, 1, split)
         last = self._last[layer][:, lanes]
         before = torch.cat((last[:, :, None], tiles[:, :, :-1]), dim=2)
         counted = valid.clone()
         counted[:, :, 0] &= self._has_last[:, lanes]
         self._moved[:, lanes] += ((tiles & ~before).sum((-1, -2)) * counted).sum(-1)
-        newest = tiles[
-            torch.arange(len(tiles), device=tiles.device)[:, None],
-            torch.arange(len(lanes), device=tiles.device),
-            (count - 1).clamp(min=0),
-        ]
-        self._last[layer][:, lanes] = torch.where(count[..., None, None] > 0, newest, last)
+        self._last[layer][:, lanes] = rows.newest(by_head, last, part)
         if layer == len(self._last) - 1:
             self._moved_rows[:, lanes] += counted.sum(-1)
-            self._has_last[:, lanes] |= count > 0
+            self._has_last[:, lanes] |= rows.counts[:, part.running] > 0
