@@ -6,19 +6,20 @@ import pytest
 import torch
 
 from oasiskv.config import OasisConfig
+from oasiskv.drafts.assistant import AssistantDrafts
 from oasiskv.drafts.base import NoDrafts
 from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.drafts.ngram import NgramDrafts
 from oasiskv.drafts.oracle import OracleDrafts
-from oasiskv.errors import PromptError
+from oasiskv.errors import ConfigError, PromptError
 from oasiskv.evals.lanes.asked import Asked
 from oasiskv.evals.lanes.decode import LaneDecoder
 from oasiskv.evals.lanes.kv import NOWHERE
-from oasiskv.evals.methods import METHODS, Setting
+from oasiskv.evals.methods import ASSISTED, METHODS, Setting
 from oasiskv.hf import Engine
 from oasiskv.hf.prefill import prefill
 from oasiskv.stores.host import HostStore
-from tiny import prompt_of, tiny_llama
+from tiny import make_model, prompt_of, tiny_llama
 
 CONFIG = OasisConfig(budget_tokens=64, hot_tokens=96, window_tokens=32)
 SMALL = OasisConfig(budget_tokens=32, hot_tokens=48, window_tokens=32)
@@ -31,6 +32,8 @@ DRAFTS = {
     "oasis-paper": lambda prompt, follows: NgramDrafts(),
     "oasis-oracle": lambda prompt, follows: OracleDrafts({"a": follows}, {"a": len(prompt)}),
 }
+# Without a second model.
+ALONE = [name for name in METHODS if name != ASSISTED]
 POLICIES = [name for name, method in METHODS.items() if method.policy is not None]
 
 
@@ -87,7 +90,7 @@ def test_a_lane_is_the_engine(name):
     """Beside all other methods and another prompt: tokens, logits, slots and traffic."""
     asked = [ask(0, new=9), ask(1, new=5)]
     asked = [replace(each, expected=prompt_of(9, seed=3)) for each in asked]
-    settings = [setting(each) for each in METHODS]
+    settings = [setting(each) for each in ALONE]
     decoder = LaneDecoder(tiny_llama(), asked, settings, keep_log_probs=True)
     steps = [[], []]
     while True:
@@ -117,7 +120,7 @@ def test_a_lane_is_the_engine(name):
 
 def test_what_is_beside_a_lane_changes_nothing():
     asked = [ask(0, new=3), ask(1)]
-    settings = [setting(name, config) for name in METHODS for config in (CONFIG, SMALL)]
+    settings = [setting(name, config) for name in ALONE for config in (CONFIG, SMALL)]
     together = decode(asked, settings)
     for q, one in enumerate(asked):
         for each in settings:
@@ -193,7 +196,7 @@ def test_comparison_with_dense():
 
 def test_recall_and_mass(monkeypatch):
     monkeypatch.setattr("oasiskv.evals.lanes.decode.MEASURE_EVERY", 1)
-    [found] = decode([ask()], [setting(name) for name in METHODS])
+    [found] = decode([ask()], [setting(name) for name in ALONE])
     exact, other, oasis = (found[setting(name)] for name in ("exact", "random", "oasis-none"))
     assert torch.equal(exact.recall, torch.ones(2, 2))
     assert bool((other.recall < 0.7).all())
@@ -236,6 +239,26 @@ def test_the_oracle_is_the_lookahead_whose_drafts_are_right():
     assert modes == set(LookaheadMode)
     [found] = decode([ask()], [setting("oasis-oracle"), setting("oasis-none")])
     assert found[setting("oasis-oracle")].agreement > found[setting("oasis-none")].agreement
+
+
+def test_an_assistants_drafts_are_made_once_for_all_lanes():
+    places = []
+
+    class Counted(AssistantDrafts):
+        def propose(self, request_id, tokens, max_drafts):
+            places.append((request_id, tuple(tokens)))
+            return super().propose(request_id, tokens, max_drafts)
+
+    drafts = Counted(make_model(), tiny_llama().vocab_size)
+    settings = [setting(ASSISTED, config) for config in (CONFIG, SMALL)]
+    asked = [ask(0, forced=[], new=12), ask(1)]
+    found = decode(asked, settings, assistant=drafts)
+    assert len(set(places)) == len(places)
+    # Fewer than the steps of both lanes together.
+    assert len(places) < sum(len(one.forced) for one in asked)
+    assert all(one[each].agreement is not None for one in found for each in settings)
+    with pytest.raises(ConfigError, match="needs an assistant model"):
+        decode(asked, settings)
 
 
 def test_a_prompt_that_is_attended_to_as_a_whole_is_refused():

@@ -1,21 +1,23 @@
 """A suite runs, goes on after a kill, and becomes tables and a picture."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from oasiskv.errors import ConfigError
-from oasiskv.evals.methods import METHODS
+from oasiskv.evals.methods import ASSISTED, METHODS
 from oasiskv.evals.suite import jobs
+from oasiskv.evals.suite.compare import compare
 from oasiskv.evals.suite.plots import plot
-from oasiskv.evals.suite.rows import Row, RowFile
+from oasiskv.evals.suite.rows import Row, RowFile, read_rows
 from oasiskv.evals.suite.run import Batch, measure
 from oasiskv.evals.suite.suites import SUITES, Part
 from oasiskv.evals.suite.tables import markdown, sections, settings
 from oasiskv.evals.tasks import TASKS
 from oasiskv.evals.tasks.base import Question
-from tiny import prompt_of, tiny_llama
+from tiny import make_model, prompt_of, tiny_llama
 
 BUDGET = 64
 RUN = {"suite": "tiny"}
@@ -44,7 +46,8 @@ def row(method="dense", budget=512, group="a", **values):
     ],
 )
 def test_every_method_gives_a_row(kind, given):
-    [rows] = measure(tiny_llama(), batch(kind, **given)).values()
+    assistant = make_model()
+    [rows] = measure(tiny_llama(), batch(kind, **given), assistant).values()
     assert {row.method for row in rows} == set(METHODS)
     assert len(rows) == len(METHODS)
     dense = rows[0]
@@ -145,7 +148,7 @@ def test_suites_name_what_there_is():
     for parts in SUITES.values():
         for part in parts:
             assert set(part.tasks) <= set(TASKS)
-            assert set(part.methods) == set(METHODS)
+            assert set(METHODS) - set(part.methods) == ({ASSISTED} if not part.assistant else set())
 
 
 @pytest.fixture
@@ -153,24 +156,65 @@ def rows():
     return [
         row(method, budget, group, score=score, dense_score=dense, moved_bytes=moved)
         for method, budget, moved, scores in (
-            ("dense", 0, None, "110"),
-            ("oasis-none", 512, 2**20, "100"),
-            ("oasis-none", 1024, 2**20, "100"),
+            ("dense", 0, None, "1110"),
+            ("oasis-none", 512, 2**20, "1000"),
+            ("oasis-none", 1024, 2**20, "1110"),
         )
-        for group, score, dense in zip("abc", map(float, scores), (1.0, 1.0, 0.0), strict=True)
+        for group, score, dense in zip(
+            "abcd", map(float, scores), (1.0, 1.0, 1.0, 0.0), strict=True
+        )
     ]
 
 
 def test_tables(rows):
     text = markdown(rows, 0)
-    assert "Dense answers 2 of 3" in text
-    assert "| dense | - | 1.000 (1.000 to 1.000) | 0.000 (0.000 to 0.000) | 2 | - |" in text
+    assert "| method | K | all | less than dense by | MiB moved a step | t, 3 of 4 |" in text
+    # Three right answers of three: Clopper and Pearson's interval.
+    assert "| dense | - | 1.000 (0.292 to 1.000) | 0.000 (-0.708 to 0.708) | - |" in text
+    # One of three, and no wider than shares are.
     assert (
-        "| oasis-none | 512 | 0.500 (0.000 to 1.000) | 0.500 (0.000 to 1.000) | 2 | 1.00 |" in text
+        "| oasis-none | 512 | 0.333 (0.000 to 1.000) | 0.667 (-1.000 to 1.000) | 1.00 | "
+        "0.33 (0.00 to 1.00) |" in text
     )
-    assert "t, m, 100 tokens, oasis-none, K = 512: 0.500" in text
+    assert "Answers: m, 100 tokens, t, oasis-none, K = 512: 0.667" in text
+    assert "All: 3 questions." in text
     assert settings(rows) == [("dense", 0), ("oasis-none", 512), ("oasis-none", 1024)]
-    assert list(sections(rows)) == ["t, m, 100 tokens"]
+    assert list(sections(rows)) == ["Answers: m, 100 tokens"]
+
+
+def test_tables_of_texts():
+    text = markdown(
+        [
+            Row(
+                "m", task, task, task, "forced", "stale", 512, 100, kl=0.5, agree=0.75, nll=2.0,
+                agree_by_quarter=[1.0, 0.5], first_difference=3, moved_bytes=0.0,
+            )
+            for task in ("code", "prose")
+        ],
+        0,
+    )  # fmt: skip
+    assert "KL, code, 0 | KL, prose, 0 |" in text
+    # Two texts that gave the same: nothing bounds a divergence but 0.
+    assert "| stale | 512 | 0.5000 (0.5000 to 0.5000) | 0.750 (" in text
+    assert " | 1.000 0.500 | 2.000 (2.000 to 2.000) | 3 (3 to 3) | 0.00 | 0.5000 |" in text
+    assert "2 texts." in text
+
+
+def test_a_second_run_inside_or_outside_of_the_first(rows):
+    assert all(each.inside for each in compare(rows, rows, 0))
+    other = [replace(each, score=0.0) if each.budget == 1024 else each for each in rows]
+    figures = {each.what: each for each in compare(rows, other, 0)}
+    assert [what for what, each in figures.items() if not each.inside] == [
+        "Answers: m, 100 tokens, t, oasis-none, K = 1024: score"
+    ]
+    assert len(figures) == 2
+
+
+def test_a_run_is_read_whatever_it_is(tmp_path, rows):
+    RowFile(tmp_path / "rows.jsonl", RUN).add("a", rows)
+    assert read_rows(tmp_path / "rows.jsonl") == rows
+    with pytest.raises(ConfigError, match="is not there"):
+        read_rows(tmp_path / "none.jsonl")
 
 
 def test_a_picture(rows, tmp_path):
@@ -181,7 +225,12 @@ def test_a_picture(rows, tmp_path):
 def test_rows_are_plain_json(tmp_path):
     path = tmp_path / "rows.jsonl"
     RowFile(path, RUN).add(
-        "a", next(iter(measure(tiny_llama(), batch("forced", answer=prompt_of(20))).values()))
+        "a",
+        next(
+            iter(
+                measure(tiny_llama(), batch("forced", answer=prompt_of(20)), make_model()).values()
+            )
+        ),
     )
     _, line = path.read_text().splitlines()
     assert {each["method"] for each in json.loads(line)["rows"]} == set(METHODS)

@@ -1,5 +1,6 @@
 """``oasiskv eval``: accuracy and traffic on real weights and real text."""
 
+import importlib.util
 import json
 from enum import StrEnum
 from pathlib import Path
@@ -16,12 +17,13 @@ from oasiskv.config import OasisConfig
 from oasiskv.data import data_path
 from oasiskv.errors import ConfigError, PromptError
 from oasiskv.evals import churn, digests, retrieval
+from oasiskv.evals.suite.compare import compare
 from oasiskv.evals.suite.jobs import batches_of
 from oasiskv.evals.suite.jobs import run as run_batches
 from oasiskv.evals.suite.plots import plot
-from oasiskv.evals.suite.rows import RowFile
+from oasiskv.evals.suite.rows import RowFile, read_rows
 from oasiskv.evals.suite.suites import SUITES
-from oasiskv.evals.suite.tables import markdown
+from oasiskv.evals.suite.tables import cell, markdown
 from oasiskv.hf.loading import load_model, pick_device
 from oasiskv.hf.tokens import encode, load_tokenizer
 from oasiskv.models.resolve import resolve_model
@@ -65,6 +67,7 @@ def suite_command(
         return
     if suite is None:
         raise ConfigError(f"give --suite {' or '.join(SUITES)}, or a command: see --help")
+    _require_packages()
     where = pick_device(device)
     described = {"oasiskv": __version__, "suite": suite.value, "seed": seed, "device": where.type}
     kept = RowFile(out / "rows.jsonl", described)
@@ -78,6 +81,32 @@ def suite_command(
     (out / "tables.md").write_text(text, encoding="utf-8")
     plot(kept.rows, out / "quality.png", seed)
     Console().print(Markdown(text))
+
+
+@app.command("compare")
+def compare_command(
+    first: Annotated[Path, typer.Argument(help="folder of a run")],
+    second: Annotated[Path, typer.Argument(help="folder of another one, of another seed say")],
+) -> None:
+    """Count the figures of the second run that are inside the first one's intervals."""
+    _require_packages()
+    ours, theirs = (read_rows(folder / "rows.jsonl") for folder in (first, second))
+    figures = compare(ours, theirs, seed=0)
+    outside = [each for each in figures if not each.inside]
+    table = Table("outside", "first", "second")
+    for each in outside:
+        table.add_row(each.what, cell(each.first, 4), cell(each.second, 4))
+    if outside:
+        Console().print(table)
+    Console().print(f"{len(figures) - len(outside)} of {len(figures)} figures are inside")
+
+
+def _require_packages() -> None:
+    missing = [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"a suite needs {' and '.join(missing)}: pip install 'oasiskv[eval,models]'"
+        )
 
 
 @app.command("retrieval")

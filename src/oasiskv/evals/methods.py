@@ -12,6 +12,7 @@ from oasiskv.drafts.base import DraftSource, NoDrafts
 from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.drafts.ngram import NgramDrafts
 from oasiskv.drafts.oracle import OracleDrafts
+from oasiskv.errors import ConfigError
 from oasiskv.evals.policies import (
     Dense,
     ExactTop,
@@ -32,10 +33,12 @@ class Known:
     Args:
         follows: question -> what is expected after its prompt.
         prompt_tokens: question -> tokens of its prompt.
+        assistant: an assistant model's drafts, shared by all lanes; None where there is no model.
     """
 
     follows: Mapping[str, Sequence[int]]
     prompt_tokens: Mapping[str, int]
+    assistant: DraftSource | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,14 @@ def _ngram(_known: Known) -> DraftSource:
     return NgramDrafts()
 
 
+def _assistant(known: Known) -> DraftSource:
+    if known.assistant is None:
+        raise ConfigError(f"the method {ASSISTED!r} needs an assistant model, and none was given")
+    return known.assistant
+
+
+ASSISTED = "oasis-assistant"
+"""The method that takes a second model."""
 DENSE = "dense"
 """The method that all others are compared with."""
 
@@ -106,6 +117,12 @@ METHODS = {
             "OasisKV, n-gram drafts, the last held back",
             lookahead=LookaheadMode.HELD_BACK,
             drafts=_ngram,
+        ),
+        Method(
+            ASSISTED,
+            "OasisKV, drafts of another model, the last held back",
+            lookahead=LookaheadMode.HELD_BACK,
+            drafts=_assistant,
         ),
         Method("oasis-none", "OasisKV, no drafts: the last accepted token's query"),
         Method(

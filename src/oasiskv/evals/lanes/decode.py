@@ -7,6 +7,7 @@ from torch import Tensor
 
 from oasiskv.config import BLOCK_TOKENS
 from oasiskv.core.tiering import LATEST_QUERIES
+from oasiskv.drafts.base import DraftSource
 from oasiskv.drafts.lookahead import lookahead_row
 from oasiskv.evals.lanes.asked import Asked, Decoded
 from oasiskv.evals.lanes.attention import LaneAttention
@@ -22,6 +23,7 @@ from oasiskv.evals.lanes.setup import (
     lanes_of,
     track_of,
 )
+from oasiskv.evals.lanes.shared import SharedDrafts
 from oasiskv.evals.lanes.sums import Picked, Sums
 from oasiskv.evals.methods import DENSE, Setting
 from oasiskv.hf.loading import LoadedModel
@@ -45,6 +47,7 @@ class LaneDecoder:
         settings: what to decode with; sink and window are those of the first one.
         seed: of what is random in methods.
         keep_log_probs: ``Decoded.log_probs`` is wanted.
+        assistant: drafts of another model.
 
     Attributes:
         settings: those given, in the order of lanes.
@@ -63,6 +66,7 @@ class LaneDecoder:
         settings: Sequence[Setting],
         seed: int = 0,
         keep_log_probs: bool = False,
+        assistant: DraftSource | None = None,
     ) -> None:
         self._loaded, self._asked = loaded, asked
         self._geometry, self._device = loaded.geometry, loaded.device
@@ -71,7 +75,11 @@ class LaneDecoder:
         self._window, self._sinks = config.window_blocks, config.sink_blocks
         check_prompts(asked, self.settings)
         lanes = len(self.settings)
-        self._sources = [drafts_of(each, asked) for each in self.settings]
+        shared = None
+        if assistant is not None:
+            prompts = {each.name: len(each.prompt) for each in asked}
+            shared = SharedDrafts(assistant, prompts, config.draft_tokens)
+        self._sources = [drafts_of(each, asked, shared) for each in self.settings]
         self.tracks = [[track_of(one, each) for each in self.settings] for one in asked]
         self._steps = [[0] * lanes for _ in asked]
         self._rounds = 0

@@ -69,12 +69,14 @@ def _runs(values: Sequence[T]) -> list[tuple[T, range]]:
     return found
 
 
-def drafts_of(setting: Setting, asked: Sequence[Asked]) -> DraftSource:
+def drafts_of(
+    setting: Setting, asked: Sequence[Asked], assistant: DraftSource | None
+) -> DraftSource:
     """A setting's draft source for all questions."""
     prompts = {each.name: len(each.prompt) for each in asked}
     if setting.method.policy is None:
         follows = {each.name: [*each.forced, *each.expected] for each in asked}
-        return setting.method.drafts(Known(follows, prompts))
+        return setting.method.drafts(Known(follows, prompts, assistant))
     # What a policy decodes is known while it is forced: several tokens a round, the last of which
     # waits for the next round, so that no row is computed twice.
     return OracleDrafts({each.name: each.forced[:-1] for each in asked}, prompts)

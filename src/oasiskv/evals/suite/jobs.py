@@ -8,12 +8,13 @@ from functools import lru_cache
 from multiprocessing import get_context
 
 import torch
+from transformers import PreTrainedModel
 
 from oasiskv.evals.suite.rows import Row, RowFile
 from oasiskv.evals.suite.run import Batch, measure
 from oasiskv.evals.suite.suites import Part
 from oasiskv.evals.tasks import TASKS
-from oasiskv.hf.loading import LoadedModel, load_model
+from oasiskv.hf.loading import LoadedModel, load_model, read_model
 from oasiskv.hf.tokens import load_tokenizer
 from oasiskv.models.quiet import quiet_transformers
 from oasiskv.models.resolve import resolve_model
@@ -43,6 +44,7 @@ def batches_of(
                 part.budgets,
                 part.methods,
                 seed,
+                part.assistant,
             )
             todo = [each for each in every.questions if every.unit(each) not in kept.units]
             there += count - len(todo)
@@ -94,10 +96,17 @@ def run(
 
 
 def _measure(batch: Batch, device: str) -> dict[str, list[Row]]:
-    return measure(_load(batch.model, device), batch)
+    assistant = None if batch.assistant is None else _load_assistant(batch.assistant, device)
+    return measure(_load(batch.model, device), batch, assistant)
 
 
 @lru_cache(maxsize=1)
 def _load(model: str, device: str) -> LoadedModel:
     with quiet_transformers():
         return load_model(resolve_model(model), device=torch.device(device))
+
+
+@lru_cache(maxsize=1)
+def _load_assistant(model: str, device: str) -> PreTrainedModel:
+    with quiet_transformers():
+        return read_model(resolve_model(model), torch.float32).to(torch.device(device))

@@ -81,16 +81,7 @@ class RowFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(run) + "\n", encoding="utf-8")
             return
-        # A line without its end was being written when the run was killed.
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        try:
-            found, *entries = [json.loads(line) for line in lines]
-            for entry in entries:
-                self.units[entry["unit"]] = [Row(**_tuples(row)) for row in entry["rows"]]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"{path} holds no results of this program ({error!r}): give another --out"
-            ) from error
+        found, self.units, lines = _read(path)
         if found != json.loads(json.dumps(run)):
             raise ConfigError(
                 f"{path} holds the results of another run, {found}; this one is {run}: give "
@@ -109,6 +100,34 @@ class RowFile:
         line = {"unit": unit, "rows": [asdict(row) for row in rows]}
         with self._path.open("a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of a run, whatever run it is, in the order of ``RowFile.rows``.
+
+    Raises:
+        ConfigError: there is no such file, or it holds something else.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} is not there: a folder that `oasiskv eval --suite` wrote to")
+    units = _read(path)[1]
+    return [row for name in sorted(units) for row in units[name]]
+
+
+def _read(path: Path) -> tuple[Any, dict[str, list[Row]], list[str]]:
+    """What run it is, its units, and the lines that hold both."""
+    # A line without its end was being written when the run was killed.
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    units = {}
+    try:
+        found, *entries = [json.loads(line) for line in lines]
+        for entry in entries:
+            units[entry["unit"]] = [Row(**_tuples(row)) for row in entry["rows"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} holds no results of this program ({error!r}): give another --out"
+        ) from error
+    return found, units, lines
 
 
 def _tuples(entry: dict[str, Any]) -> dict[str, Any]:

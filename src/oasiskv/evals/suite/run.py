@@ -6,8 +6,10 @@ from statistics import fmean
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from oasiskv.config import BLOCK_TOKENS
+from oasiskv.drafts.assistant import AssistantDrafts
 from oasiskv.evals.lanes.asked import Asked, Decoded
 from oasiskv.evals.lanes.decode import LaneDecoder
 from oasiskv.evals.methods import DENSE, Setting
@@ -31,6 +33,7 @@ class Batch:
         budgets: K in tokens.
         methods: names of ``METHODS``; dense is always there.
         seed: of what is random in methods.
+        assistant: built-in name of the model that drafts, where a method needs one.
     """
 
     model: str
@@ -39,13 +42,16 @@ class Batch:
     budgets: tuple[int, ...]
     methods: tuple[str, ...]
     seed: int
+    assistant: str | None = None
 
     def unit(self, question: Question) -> str:
         """Name of a question, unique within a run."""
         return f"{self.model} {self.tokens} {question.name}"
 
 
-def measure(loaded: LoadedModel, batch: Batch) -> dict[str, list[Row]]:
+def measure(
+    loaded: LoadedModel, batch: Batch, assistant: PreTrainedModel | None = None
+) -> dict[str, list[Row]]:
     """Name of each question -> a row for dense, and one for each other method and budget."""
     answers = batch.questions[0].kind == "answer"
     asked = [_asked(loaded, question) for question in batch.questions]
@@ -59,7 +65,8 @@ def measure(loaded: LoadedModel, batch: Batch) -> dict[str, list[Row]]:
         for budget in batch.budgets
     ]
     follow = [_after(one, anchor, answers) for one, anchor in zip(asked, anchors, strict=True)]
-    others = LaneDecoder(loaded, follow, settings, batch.seed).run()
+    drafts = None if assistant is None else AssistantDrafts(assistant, loaded.vocab_size)
+    others = LaneDecoder(loaded, follow, settings, batch.seed, assistant=drafts).run()
     rows = {}
     for question, anchor, found in zip(batch.questions, anchors, others, strict=True):
         right = question.score(anchor.tokens) if answers else None

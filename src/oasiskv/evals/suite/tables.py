@@ -2,14 +2,24 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from math import inf, isnan
 from statistics import fmean
 
 from oasiskv.evals.methods import DENSE, METHODS
-from oasiskv.evals.statistics import Estimate, difference, estimate
+from oasiskv.evals.statistics import SHARE, Estimate, difference, estimate
 from oasiskv.evals.suite.rows import Row
 
 MIB = 2**20
 Grouped = dict[str, list[float]]
+BOUNDS = {
+    "score": SHARE,
+    "agree": SHARE,
+    "kl": (0.0, inf),
+    "nll": (0.0, inf),
+    "moved_bytes": (0.0, inf),
+    "first_difference": (0.0, inf),
+}
+"""What is measured of rows, and between what bounds it is."""
 
 
 def by_group(rows: Iterable[Row], name: str) -> Grouped:
@@ -18,8 +28,13 @@ def by_group(rows: Iterable[Row], name: str) -> Grouped:
     for row in rows:
         value = getattr(row, name)
         if value is not None:
-            found[row.group].append(float(value[0] if isinstance(value, tuple) else value))
+            found[row.group].append(float(value))
     return found
+
+
+def figure(rows: Iterable[Row], name: str, seed: int) -> Estimate:
+    """One of ``BOUNDS``, over groups."""
+    return estimate(by_group(rows, name), seed, BOUNDS[name])
 
 
 def answered(rows: Sequence[Row]) -> list[Row]:
@@ -27,10 +42,15 @@ def answered(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.dense_score]
 
 
+def usable(rows: Sequence[Row]) -> list[Row]:
+    """Rows that figures are made of: texts, and questions that dense answers."""
+    return [row for row in rows if row.kind != "answer"] + answered(rows)
+
+
 def settings(rows: Sequence[Row]) -> list[tuple[str, int]]:
     """Methods and budgets, best known first; dense, which has no budget, with 0."""
-    found = {(row.method, row.budget) for row in rows}
     order = list(METHODS)
+    found = {(row.method, row.budget) for row in rows}
     return sorted(found, key=lambda each: (each[1], order.index(each[0])))
 
 
@@ -40,11 +60,20 @@ def of(rows: Sequence[Row], method: str, budget: int) -> list[Row]:
 
 
 def sections(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Title -> rows of one task, on one model at one length."""
+    """Title -> rows of one kind of tasks, on one model at one length."""
+    names = {"answer": "Answers", "forced": "Texts, forced", "free": "Texts written on"}
     found: dict[str, list[Row]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: (row.model, row.tokens)):
-        found[f"{row.task}, {row.model}, {row.tokens:,} tokens"].append(row)
+    for row in sorted(rows, key=lambda row: (row.kind, row.model, row.tokens)):
+        found[f"{names[row.kind]}: {row.model}, {row.tokens:,} tokens"].append(row)
     return dict(found)
+
+
+def tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Task -> its rows, in the order in which they come."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.task, []).append(row)
+    return found
 
 
 def markdown(rows: Sequence[Row], seed: int) -> str:
@@ -61,59 +90,60 @@ def markdown(rows: Sequence[Row], seed: int) -> str:
 
 
 def _answers(rows: list[Row], seed: int) -> str:
-    dense = of(rows, DENSE, 0)
-    right = sum(bool(row.dense_score) for row in dense)
-    lines = [
-        f"Dense answers {right} of {len(dense)}; the others are left out.\n",
-        "| method | K | score | less than dense by | n | moved, MiB a step |",
-        "| --- | --- | --- | --- | --- | --- |",
+    own = answered(rows)
+    asked = {task: of(each, DENSE, 0) for task, each in tasks(rows).items()}
+    heads = [
+        f"{task}, {len(answered(each))} of {len(each)}" for task, each in sorted(asked.items())
     ]
-    anchor = by_group(answered(dense), "score")
-    for method, budget in settings(rows):
-        own = answered(of(rows, method, budget))
-        score = by_group(own, "score")
-        if score:
-            less = difference(anchor, score, seed)
-            moved = _moved(estimate(by_group(own, "moved_bytes"), seed))
-            cells = (_cell(estimate(score, seed)), _cell(less), len(own), moved)
-            lines.append(_line(method, budget, *cells))
+    anchor = by_group(of(own, DENSE, 0), "score")
+    lines = [
+        "Scores; after each task how many of its questions dense answers, at least in part: the "
+        "others are left out.\n",
+        _head(["all", "less than dense by", "MiB moved a step", *heads]),
+    ]
+    for method, budget in settings(own):
+        mine = of(own, method, budget)
+        less = difference(anchor, by_group(mine, "score"), seed, (-1, 1))
+        per_task = [
+            cell(figure(of(each, method, budget), "score", seed), 2)
+            for _, each in sorted(tasks(own).items())
+        ]
+        missing = ["-"] * (len(heads) - len(per_task))
+        cells = [cell(figure(mine, "score", seed)), cell(less), _moved(mine, seed)]
+        lines.append(_line(method, budget, [*cells, *per_task, *missing]))
+    lines.append(f"\nAll: {len(anchor)} questions.")
     return "\n".join(lines)
 
 
 def _texts(rows: list[Row], seed: int) -> str:
-    lines = [
-        "| method | K | KL from dense | agreement | by quarter | NLL | first difference | n | "
-        "moved, MiB a step |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    per_task = sorted(tasks(rows).items())
+    heads = [f"KL, {task}, {len(of(each, DENSE, 0))}" for task, each in per_task]
+    if len(per_task) == 1:
+        per_task, heads = [], []
+    names = ["KL from dense", "agreement", "by quarter", "NLL", "first difference"]
+    lines = [_head([*names, "MiB moved a step", *heads])]
     for method, budget in settings(rows):
         own = of(rows, method, budget)
         quarters = zip(*(row.agree_by_quarter for row in own), strict=False)
-        over_time = " ".join(f"{fmean(part):.3f}" for part in quarters)
-        groups = {name: estimate(by_group(own, name), seed) for name in ("kl", "agree", "nll")}
-        first = estimate(by_group(own, "first_difference"), seed)
-        moved = _moved(estimate(by_group(own, "moved_bytes"), seed))
-        lines.append(
-            _line(
-                method,
-                budget,
-                _cell(groups["kl"], 4),
-                _cell(groups["agree"]),
-                over_time,
-                _cell(groups["nll"]),
-                f"{first.mean:.0f}",
-                len(own),
-                moved,
-            )
-        )
+        cells = [
+            cell(figure(own, "kl", seed), 4),
+            cell(figure(own, "agree", seed)),
+            " ".join(f"{fmean(part):.3f}" for part in quarters),
+            cell(figure(own, "nll", seed)),
+            cell(figure(own, "first_difference", seed), 0),
+            _moved(own, seed),
+        ]
+        cells += [cell(figure(of(each, method, budget), "kl", seed), 4) for _, each in per_task]
+        lines.append(_line(method, budget, cells))
+    lines.append(f"\n{len({row.group for row in rows})} texts.")
     return "\n".join(lines)
 
 
 def _diagnostics(rows: Sequence[Row], seed: int) -> str:
     lines = [
-        "Means over tasks; worst: the least of any layer and KV head, mean over questions.\n",
-        "| method | K | mass | worst | recall | worst | prediction agreement | misses |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "Means over all questions; worst: the least of any layer and KV head, mean over "
+        "questions.\n",
+        _head(["mass", "worst", "recall", "worst", "prediction agreement", "misses"]),
     ]
     for method, budget in settings(rows):
         own = of(rows, method, budget)
@@ -124,7 +154,7 @@ def _diagnostics(rows: Sequence[Row], seed: int) -> str:
         for name in ("agreement", "misses"):
             found = by_group(own, name)
             cells.append(f"{estimate(found, seed).mean:.3f}" if found else "-")
-        lines.append(_line(method, budget, *cells))
+        lines.append(_line(method, budget, cells))
     return "\n".join(lines)
 
 
@@ -132,25 +162,36 @@ def _worst(rows: Sequence[Row], seed: int) -> str:
     """The task and setting where OasisKV loses most."""
     losses = []
     for title, asked in sections([row for row in rows if row.kind == "answer"]).items():
-        own = answered(asked)
-        anchor = by_group(of(own, DENSE, 0), "score")
-        for method, budget in settings(own):
-            if method.startswith("oasis"):
-                less = difference(anchor, by_group(of(own, method, budget), "score"), seed)
-                losses.append((less.mean, title, method, budget, less))
+        for task, own in tasks(answered(asked)).items():
+            anchor = by_group(of(own, DENSE, 0), "score")
+            for method, budget in settings(own):
+                if method.startswith("oasis"):
+                    mine = by_group(of(own, method, budget), "score")
+                    less = difference(anchor, mine, seed, (-1, 1))
+                    losses.append((less.mean, f"{title}, {task}, {method}, K = {budget}", less))
     if not losses:
         return ""
-    _, title, method, budget, less = max(losses, key=lambda loss: loss[0])
-    return f"{title}, {method}, K = {budget}: {_cell(less)} less than dense, n = {less.groups}."
+    _, what, less = max(losses, key=lambda loss: loss[0])
+    return f"{what}: {cell(less)} less than dense, n = {less.groups}."
 
 
-def _line(method: str, budget: int, *cells: object) -> str:
-    return "| " + " | ".join(map(str, (method, budget or "-", *cells))) + " |"
+def _head(columns: Sequence[str]) -> str:
+    names = ["method", "K", *columns]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names)))
 
 
-def _cell(found: Estimate, digits: int = 3) -> str:
-    return f"{found.mean:.{digits}f} ({found.low:.{digits}f} to {found.high:.{digits}f})"
+def _line(method: str, budget: int, cells: Sequence[str]) -> str:
+    return "| " + " | ".join((method, str(budget or "-"), *cells)) + " |"
 
 
-def _moved(found: Estimate) -> str:
+def cell(found: Estimate, digits: int = 3) -> str:
+    """A figure with its interval."""
+    mean = f"{found.mean:.{digits}f}"
+    if isnan(found.low):
+        return mean if found.groups else "-"
+    return f"{mean} ({found.low:.{digits}f} to {found.high:.{digits}f})"
+
+
+def _moved(rows: Sequence[Row], seed: int) -> str:
+    found = figure(rows, "moved_bytes", seed)
     return f"{found.mean / MIB:.2f}" if found.groups else "-"
