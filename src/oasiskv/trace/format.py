@@ -257,7 +257,21 @@ def _check_blocks(trace: Trace) -> None:
     limits = np.repeat(trace.ends, counts.sum(axis=1))
     if bool(((blocks < head.sink_blocks) | (blocks >= limits)).any()):
         raise TraceError("a wanted block is no candidate of its step")
-    for step, mask in enumerate(trace.masks()):
-        most = int(mask.sum(axis=1).max())
-        if most > head.budget_blocks:
-            raise TraceError(f"step {step} wants {most} blocks, K is {head.budget_blocks}")
+    sizes = _set_sizes(trace)
+    if int(sizes.max()) > head.budget_blocks:
+        raise TraceError(f"a step wants {sizes.max()} blocks, K is {head.budget_blocks}")
+
+
+def _set_sizes(trace: Trace) -> Ints:
+    """Wanted blocks of each step and row: int64 ``[steps, rows]``, at the cost of the changes."""
+    counts, width = trace.counts, int(trace.ends[-1])
+    cell = np.repeat(np.arange(counts.size), counts.reshape(-1))
+    tile = cell % trace.header.rows * width + trace.blocks
+    order = np.argsort(tile, kind="stable")
+    # Of each tile's changes the first makes it wanted, the second not, and so on.
+    _, begins, lengths = np.unique(tile[order], return_index=True, return_counts=True)
+    turn = np.arange(len(order)) - np.repeat(begins, lengths)
+    grown = np.zeros(counts.size, dtype=np.int64)
+    np.add.at(grown, cell[order], 1 - turn % 2 * 2)
+    sizes: Ints = grown.reshape(counts.shape).cumsum(axis=0)
+    return sizes

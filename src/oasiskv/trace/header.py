@@ -9,8 +9,11 @@ from oasiskv.errors import TraceError
 MAX_TILES = 2**27
 """Most layers times KV heads times blocks: one mask of a reader is as many bytes."""
 
-MAX_BODY_BYTES = 2**29
+MAX_BODY_BYTES = 2**28
 """Most bytes of a body, unpacked."""
+
+MAX_STEPS = 2**20
+"""Most steps."""
 
 NUMBER_BYTES = 4
 """Bytes of each number of the body."""
@@ -21,6 +24,7 @@ MAX_NUMBER = 2 ** (8 * NUMBER_BYTES) - 1
 # Printable: what a file says of itself is shown at terminals.
 Words = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 Size = Annotated[int, Field(ge=1, le=2**24)]
+Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 Count = Annotated[int, Field(ge=0, le=2**32)]
 
 
@@ -81,7 +85,7 @@ class Replay(_Part):
     layers: Size
     kv_heads: Size
     budget_blocks: Size
-    steps: Size
+    steps: Steps
     seed: int = Field(ge=0, lt=2**63)
     copies: Size
 
@@ -115,7 +119,7 @@ class Header(_Part):
     budget_blocks: Size
     sink_blocks: Annotated[int, Field(ge=0, le=2**24)]
     window_blocks: Annotated[int, Field(ge=0, le=2**24)]
-    steps: Size
+    steps: Steps
     changes: Count
     recording: Recording
     replay: Replay | None = None

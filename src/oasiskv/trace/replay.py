@@ -14,7 +14,7 @@ import numpy as np
 from oasiskv import __version__
 from oasiskv.errors import TraceError
 from oasiskv.trace.format import Ints, Mask, Trace
-from oasiskv.trace.header import MAX_BODY_BYTES, MAX_TILES, Header, Replay
+from oasiskv.trace.header import MAX_BODY_BYTES, MAX_STEPS, MAX_TILES, Header, Replay
 from oasiskv.trace.stats import WARM_UP
 from oasiskv.trace.streams import Sources, restart_of, stream
 
@@ -110,11 +110,12 @@ def _check_size(source: Trace, rows: int, steps: int, tokens: int) -> None:
     """Refuse what would not fit a file, before anything of its size is made."""
     head, width = source.header, source.candidates[1]
     tiles = rows * max(width, tokens // head.block_tokens)
-    if tiles > MAX_TILES or max(steps, head.steps) * max(width, rows) > _MAX_STREAM:
+    stream_tiles = max(steps, head.steps) * max(width, rows)
+    if tiles > MAX_TILES or steps > MAX_STEPS or stream_tiles > _MAX_STREAM:
         raise TraceError(
             f"a replay of {rows} layers x KV heads, {tokens or source.positions[-1]} tokens and "
-            f"{steps} steps is too large: at most {MAX_TILES} tiles, and {_MAX_STREAM} steps x "
-            "blocks, or x layers x KV heads"
+            f"{steps} steps is too large: at most {MAX_STEPS} steps, {MAX_TILES} tiles, and "
+            f"{_MAX_STREAM} steps x blocks, or x layers x KV heads"
         )
 
 

@@ -55,30 +55,27 @@ def stream(source: Mask, start: int, steps: int) -> Mask:
         bool ``[steps, blocks]``.
     """
     restart = restart_of(len(source))
+    before, soon = _last_wanted(source[:restart]), source[restart:].argmax(axis=0)
+    soon[~source[restart:].any(axis=0)] = len(source)
+    # Blocks that were never wanted come first, the soonest to be wanted at their head: if a hot set
+    # lacks any of them, it lacks those.
+    oldest_first = np.lexsort((np.where(before < 0, soon, 0), before))
     names = np.arange(source.shape[1])
+    last = np.full(source.shape[1], -1)
     out = np.empty((steps, source.shape[1]), dtype=np.bool_)
     done = 0
     while done < steps:
-        if done:
-            names[_oldest_first(source[:restart], source[restart:])] = _oldest_first(out[:done])
-            start = restart
         part = source[start : start + steps - done]
         out[done : done + len(part), names] = part
+        wanted = _last_wanted(part)
+        last[names] = np.where(wanted < 0, last[names], wanted + done)
+        names[oldest_first] = np.argsort(last, kind="stable")
+        start = restart
         done += len(part)
     return out
 
 
-def _oldest_first(wanted: Mask, follows: Mask | None = None) -> Ints:
-    """Blocks from the longest not wanted to the last wanted: int64 ``[blocks]``.
-
-    Args:
-        wanted: bool ``[steps, blocks]``.
-        follows: what comes after: among blocks that were never wanted those that are soonest come
-            first, so that they miss if any of them does.
-    """
+def _last_wanted(wanted: Mask) -> Ints:
+    """Per block the last step that wanted it: int64 ``[blocks]``, -1 for none."""
     last = len(wanted) - 1 - wanted[::-1].argmax(axis=0)
-    last = np.where(wanted.any(axis=0), last, -1)
-    if follows is None:
-        return np.argsort(last, kind="stable")
-    soon = np.where(follows.any(axis=0), follows.argmax(axis=0), len(follows))
-    return np.lexsort((np.where(last < 0, soon, 0), last))
+    return np.where(wanted.any(axis=0), last, -1)
