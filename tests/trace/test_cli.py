@@ -105,6 +105,7 @@ ARRAYS = ("positions", "ends", "counts", "blocks")
         (("record", "--task", "nothing", "--out", "x"), "task='nothing'"),
         (("record", "--budget", 40, "--out", "x"), "budget_tokens=40"),
         (("record", "--digest", "crc", "--out", "x"), "digest='crc'"),
+        (("record", "--out", "no-such-folder/x"), "no folder no-such-folder"),
     ],
 )
 def test_what_cannot_be_is_one_line(monkeypatch, capsys, arguments, text):

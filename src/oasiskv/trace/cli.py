@@ -43,6 +43,9 @@ def record_command(
     """Decode a text by teacher forcing, and keep the blocks that each step wants."""
     if task not in TASKS:
         raise ConfigError(f"task={task!r} is unknown: one of {', '.join(TASKS)} is needed")
+    # Recording takes minutes: what cannot be written is to be known before.
+    if not out.parent.is_dir():
+        raise ConfigError(f"out={out}: there is no folder {out.parent}; make it first")
     slots = budget * 3 // (2 * BLOCK_TOKENS) * BLOCK_TOKENS if hot is None else hot
     config = recording_config(budget, slots, digest)
     folder = resolve_model(model)
