@@ -1,4 +1,4 @@
-"""The command line: ``oasiskv generate | serve | top | models | eval | bench``."""
+"""The command line: ``oasiskv generate | serve | top | models | eval | bench | trace``."""
 
 import json
 import sys
@@ -25,6 +25,7 @@ from oasiskv.hf.loading import LoadedModel, load_model, pick_device, read_model
 from oasiskv.hf.tokens import encode, load_tokenizer
 from oasiskv.models.cli import app as models_app
 from oasiskv.models.resolve import resolve_model
+from oasiskv.trace.cli import app as trace_app
 
 # typer keeps its copy of click private; what it raises on bad usage is the base of BadParameter.
 _UsageError = cast(type[Exception], typer.BadParameter.__bases__[0])
@@ -40,6 +41,7 @@ app = typer.Typer(
 app.add_typer(models_app, name="models", help="List and fetch the built-in models.")
 app.add_typer(eval_app, name="eval", help="Measure accuracy and traffic.")
 app.add_typer(bench_app, name="bench", help="Measure what fits in a KV pool, and the speed of ops.")
+app.add_typer(trace_app, name="trace", help="Wanted blocks of real runs: record, show, replay.")
 
 
 class DraftKind(StrEnum):

@@ -25,5 +25,9 @@ class TransferError(OasisError):
     """A transfer or a write to the store did not complete, so the tiles cannot be read."""
 
 
+class TraceError(OasisError):
+    """A trace is missing, damaged, too large, or cannot take the shape that was asked for."""
+
+
 class StateError(OasisError):
     """A call came in a state that does not allow it; a bug in the caller, not in the input."""

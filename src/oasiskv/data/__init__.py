@@ -1,4 +1,4 @@
-"""Files that travel with the package: texts, the demo document, the 32K adapter."""
+"""Files that travel with the package: texts, the demo document, the 32K adapter, traces."""
 
 from importlib.resources import files
 from pathlib import Path
