@@ -20,6 +20,7 @@ from oasiskv.core.tiering import Tiering
 from oasiskv.errors import ConfigError, ModelError, PromptError
 from oasiskv.evals import harness_command
 from oasiskv.evals.harness import OasisLM, scores
+from oasiskv.hf.engine import Engine
 from oasiskv.hf.loading import load_model
 from oasiskv.hf.tokens import load_tokenizer
 from tiny import prompt_of
@@ -141,12 +142,13 @@ def test_dense_equals_stock_with_sliding_windows(tmp_path):
     assert_equal(ours(folder, mode="dense", batch_size=2), stock_of(folder))
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram"])
-def test_slots_for_the_whole_context_equal_stock(folder, stock, transitions, draft):
-    model = ours(folder, batch_size=3, draft=draft, **WHOLE)
+@pytest.mark.parametrize(
+    "given", [{"draft": "none"}, {"draft": "ngram", "host_gib": 0.01}], ids=str
+)
+def test_slots_for_the_whole_context_equal_stock(folder, stock, transitions, given):
+    model = ours(folder, batch_size=3, **given, **WHOLE)
     assert_equal(model, stock)
-    # Pairs of one token never come to a sparse step, nor does the text of one token.
-    assert len(transitions) >= len(PAIRS) + len(TEXTS) + len(QUESTIONS) - 4
+    assert len(transitions) > len(PAIRS) + len(QUESTIONS)
 
 
 def test_a_small_hot_set_scores_what_it_decodes(folder, stock, transitions):
@@ -192,6 +194,34 @@ def test_choices_of_a_question_share_its_prefill(folder, monkeypatch):
     assert [total for total, _ in together[:-1]] == pytest.approx([t for t, _ in apart], abs=1e-3)
 
 
+def test_a_stop_string_ends_the_decoding(folder, monkeypatch):
+    steps = []
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self: steps.append(1) or step(self))
+    model = ours(folder, draft="none", **SMALL)
+    (answer,) = ask(model, "generate_until", [(text(100), {"until": [], "max_gen_toks": 40})])
+    assert len(steps) == 40
+    steps.clear()
+    until = answer[9:11]
+    assert until not in answer[:10]
+    stopped = ask(model, "generate_until", [(text(100), {"until": until, "max_gen_toks": 40})])
+    assert stopped == [answer[:9]]
+    assert len(steps) == 11
+
+
+def test_it_says_when_nothing_was_sparse(folder, caplog):
+    model = ours(folder, **SMALL)
+    ask(model, "loglikelihood", [(text(200), "a"), (text(40), text(20))])
+    ask(model, "generate_until", [(text(40), {"until": [], "max_gen_toks": 20})])
+    assert model.get_model_info()["oasiskv"]["sparse_requests"] == 0
+    assert "no request had a sparse step" in caplog.text
+    caplog.clear()
+    ask(model, "loglikelihood", [(text(200), text(3))])
+    ask(model, "generate_until", [(text(200), {"until": [], "max_gen_toks": 3})])
+    assert model.get_model_info()["oasiskv"]["sparse_requests"] == 2
+    assert not caplog.text
+
+
 def test_sampling(folder):
     sampled = {"until": [], "max_gen_toks": 20, "do_sample": True, "temperature": 0.9}
     asked = [(text(100), sampled | {"top_p": 0.95, "num_beams": 1})] * 3
@@ -199,6 +229,8 @@ def test_sampling(folder):
     assert len(set(first)) == 3
     assert ask(ours(folder, seed=5), "generate_until", asked) == first
     assert ask(ours(folder, seed=6), "generate_until", asked)[0] == first[1]
+    drafted = ours(folder, seed=5, draft="assistant", assistant=str(folder))
+    assert len(ask(drafted, "generate_until", asked)) == 3
     greedy = {"until": [], "max_gen_toks": 20}
     asked = [(text(100), greedy), (text(100), greedy | {"top_k": 3, "top_p": 0.5})]
     assert len(set(ask(ours(folder), "generate_until", asked))) == 1
@@ -229,6 +261,8 @@ def test_gen_kwargs_that_are_refused(folder, given, said):
         ({"dtype": "int8"}, "dtype='int8' .* float32, bfloat16, float16"),
         ({"draft": "eagle"}, "draft='eagle' .* none, ngram, assistant"),
         ({"draft": "assistant"}, "draft=assistant,assistant=MODEL"),
+        ({"seed": "one"}, "seed = 'one'"),
+        ({"max_length": "all"}, "max_length='all'"),
         ({"max_length": POSITIONS}, f"from 2 to {POSITIONS - 1}"),
     ],
 )
@@ -301,15 +335,16 @@ def test_tasks_and_chat_templates_as_with_stock(tmp_path, tasks):
         "version": __version__,
         "draft": "ngram",
         "assistant": None,
+        "sparse_requests": 0,
     }
 
 
 @pytest.mark.model
-def test_a_real_model_answers_sparsely(tasks, transitions):
+def test_a_real_model_answers_sparsely(tasks):
     given = {"pretrained": "smollm2-135m-32k", "budget_tokens": 128, "hot_tokens": 256}
     results = evaluate(tasks, "oasiskv", given, device="cpu", batch_size=4, limit=2)
     # Two answers, and two questions of four choices.
-    assert len(transitions) == 10
+    assert results["config"]["oasiskv"]["sparse_requests"] == 10
     assert results["results"][ANSWER]["exact_match,none"] == 1
     assert results["results"][CHOICE]["acc,none"] == 1
 

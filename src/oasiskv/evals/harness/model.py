@@ -10,6 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 from oasiskv import __version__
+from oasiskv.drafts.verify import Sampling
 from oasiskv.errors import ConfigError, ModelError
 from oasiskv.evals.harness.arguments import batch_of, one_of, sampling_of, settings_of
 from oasiskv.evals.harness.runner import Job, Runner
@@ -78,7 +79,8 @@ class OasisLM(HFLM):
         folder = resolve_model(pretrained)
         self.loaded = load_model(folder, chosen.torch_dtype, pick_device(device))
         longest = self.loaded.max_tokens - 1
-        if max_length is not None and not 2 <= max_length <= longest:
+        length = longest if max_length is None else max_length
+        if not (isinstance(length, int) and 2 <= length <= longest):
             raise ConfigError(
                 f"max_length={max_length!r} is not legal: it must be from 2 to {longest}, the "
                 "model's positions less one"
@@ -94,7 +96,7 @@ class OasisLM(HFLM):
             pretrained=self.loaded.model,
             tokenizer=text,
             batch_size=size,
-            max_length=max_length or longest,
+            max_length=length,
             add_bos_token=add_bos_token,
             prefix_token_id=prefix_token_id,
             enable_thinking=enable_thinking,
@@ -102,14 +104,22 @@ class OasisLM(HFLM):
             chat_template_args=chat_template_args,
         )
         self._drafting = {"draft": kind.value, "assistant": assistant}
-        self._next_seed = seed
+        self._next_seed = Sampling(seed=seed).seed
         self._runner = Runner(self.loaded, self.settings, drafts)
-        self._scorer = Scorer(self.loaded, self.settings, drafts, size)
+        self._scorer = Scorer(self.loaded, self.settings, self._runner, size)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval writes beside its results: the model and every setting, resolved."""
+        """What lm_eval writes beside its results: the model, every setting, what was sparse."""
         settings = self.settings.model_dump(mode="json")
         settings["threshold_tokens"] = self.settings.resolved_threshold_tokens
+        settings["sparse_requests"] = self._runner.sparse_requests
+        if self.settings.mode != "dense" and not settings["sparse_requests"]:
+            _LOGGER.warning(
+                "no request had a sparse step, so the results are those of dense decoding: none "
+                "decoded a second token past threshold_tokens=%d; smaller budget_tokens and "
+                "hot_tokens lower it",
+                settings["threshold_tokens"],
+            )
         return {
             "model_num_parameters": self.loaded.model.num_parameters(),
             "model_dtype": str(self.loaded.geometry.dtype),

@@ -44,6 +44,9 @@ class Runner:
         loaded: the model.
         config: settings.
         drafts: where lookahead tokens come from.
+
+    Attributes:
+        sparse_requests: how many so far had a step that chose among their blocks.
     """
 
     def __init__(self, loaded: LoadedModel, config: OasisConfig, drafts: DraftSource) -> None:
@@ -52,6 +55,7 @@ class Runner:
         self._drafts = drafts
         self._engine: Engine | None = None
         self._store: HostStore | None = None
+        self.sparse_requests = 0
 
     def run(
         self,
@@ -89,8 +93,7 @@ class Runner:
         finally:
             for name in requests:
                 engine.abort(name)
-            if engine.tiering is not None:
-                engine.tiering.drain()
+        self.sparse_requests += sum(bool(request.stats.traffic) for request in requests.values())
         return [request.output for request in requests.values()]
 
     def _engine_for(self, jobs: Sequence[Job]) -> Engine:

@@ -7,7 +7,6 @@ import torch
 
 from oasiskv.config import OasisConfig
 from oasiskv.core.tiering import LATEST_QUERIES
-from oasiskv.drafts.base import DraftSource
 from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.drafts.oracle import OracleDrafts
 from oasiskv.errors import ModelError, PromptError
@@ -31,17 +30,17 @@ class Scorer:
 
     The context is prefilled, dense as always, and once where pairs share it. Its last token
     predicts the continuation's first. The others are decoded step by step, sparsely past the
-    threshold, with the drafts that generation has.
+    threshold, as outputs are.
 
     Args:
         loaded: the model.
         config: settings.
-        drafts: where lookahead tokens come from.
+        runner: decodes with them.
         batch_size: most pairs computed together.
     """
 
     def __init__(
-        self, loaded: LoadedModel, config: OasisConfig, drafts: DraftSource, batch_size: int
+        self, loaded: LoadedModel, config: OasisConfig, runner: Runner, batch_size: int
     ) -> None:
         self._loaded = loaded
         self._config = config
@@ -57,7 +56,7 @@ class Scorer:
         )
         self._dense = Runner(loaded, dense, OracleDrafts(self._known, self._known_from))
         # The same numbers as step by step, in fewer steps.
-        self._decode = self._dense if config.mode == "dense" else Runner(loaded, config, drafts)
+        self._decode = self._dense if config.mode == "dense" else runner
 
     def continuations(self, pairs: Sequence[Pair], done: Callable[[int], object]) -> list[Score]:
         """Score continuations of contexts that may be shared.
@@ -112,9 +111,8 @@ class Scorer:
             jobs = []
             for name, index in enumerate(batch):
                 context, continuation = pairs[index]
-                prefilled = (
-                    self._prefilled(context, prefilled) if uses[contexts[index]] > 1 else None
-                )
+                shared = uses[contexts[index]] > 1
+                prefilled = self._prefilled(context, prefilled) if shared else None
                 jobs.append(Job(context, len(continuation), continuation, prefilled=prefilled))
                 self._known[str(name)] = continuation
                 self._known_from[str(name)] = len(context)
