@@ -211,6 +211,9 @@ def test_a_stop_string_ends_the_decoding(folder, monkeypatch):
 
 def test_it_says_when_nothing_was_sparse(folder, caplog):
     model = ours(folder, **SMALL)
+    caplog.clear()
+    model.get_model_info()
+    assert not caplog.text
     ask(model, "loglikelihood", [(text(200), "a"), (text(40), text(20))])
     ask(model, "generate_until", [(text(40), {"until": [], "max_gen_toks": 20})])
     assert model.get_model_info()["oasiskv"]["sparse_requests"] == 0

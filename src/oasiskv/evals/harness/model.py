@@ -105,6 +105,8 @@ class OasisLM(HFLM):
         )
         self._drafting = {"draft": kind.value, "assistant": assistant}
         self._next_seed = Sampling(seed=seed).seed
+        # False while all that was asked came from lm_eval's cache.
+        self._computed = False
         self._runner = Runner(self.loaded, self.settings, drafts)
         self._scorer = Scorer(self.loaded, self.settings, self._runner, size)
 
@@ -113,7 +115,8 @@ class OasisLM(HFLM):
         settings = self.settings.model_dump(mode="json")
         settings["threshold_tokens"] = self.settings.resolved_threshold_tokens
         settings["sparse_requests"] = self._runner.sparse_requests
-        if self.settings.mode != "dense" and not settings["sparse_requests"]:
+        computed = self._computed and self.settings.mode != "dense"
+        if computed and not settings["sparse_requests"]:
             _LOGGER.warning(
                 "no request had a sparse step, so the results are those of dense decoding: none "
                 "decoded a second token past threshold_tokens=%d; smaller budget_tokens and "
@@ -133,6 +136,7 @@ class OasisLM(HFLM):
         override_bs: int | None = None,
     ) -> list[Score]:
         """Score requests; those of a rolling likelihood, which have no text, as texts."""
+        self._computed = True
         pairs = [self._fitting(context, continuation) for _, context, continuation in requests]
         if all(text is None for text, _, _ in requests):
             return self._scorer.texts(pairs)
@@ -176,6 +180,7 @@ class OasisLM(HFLM):
         Returns:
             ``context`` with the outputs behind it, padded on the right.
         """
+        self._computed = True
         mask = generation_kwargs.pop("attention_mask").bool()
         new_tokens = max_length - context.shape[1]
         jobs = []
