@@ -6,22 +6,19 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
-import torch
 import typer
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from oasiskv.bench.cli import app as bench_app
 from oasiskv.config import OasisConfig
-from oasiskv.drafts.assistant import AssistantDrafts
-from oasiskv.drafts.base import DraftSource, NoDrafts
 from oasiskv.drafts.lookahead import LookaheadMode
-from oasiskv.drafts.ngram import NgramDrafts
 from oasiskv.drafts.verify import Sampling
-from oasiskv.errors import ConfigError, OasisError, PromptError
+from oasiskv.errors import OasisError, PromptError
 from oasiskv.evals.cli import app as eval_app
 from oasiskv.generation import generate as run_generate
-from oasiskv.hf.loading import LoadedModel, load_model, pick_device, read_model
+from oasiskv.hf.choices import DraftKind, Dtype, draft_source
+from oasiskv.hf.loading import load_model, pick_device
 from oasiskv.hf.tokens import encode, load_tokenizer
 from oasiskv.models.cli import app as models_app
 from oasiskv.models.resolve import resolve_model
@@ -44,27 +41,11 @@ app.add_typer(bench_app, name="bench", help="Measure what fits in a KV pool, and
 app.add_typer(trace_app, name="trace", help="Wanted blocks of real runs: record, show, replay.")
 
 
-class DraftKind(StrEnum):
-    """Where lookahead tokens come from."""
-
-    NONE = "none"
-    NGRAM = "ngram"
-    ASSISTANT = "assistant"
-
-
 class DigestKind(StrEnum):
     """What a block is scored by."""
 
     MINMAX = "minmax"
     KEYS4 = "keys4"
-
-
-class Dtype(StrEnum):
-    """Dtype of weights and KV."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 @app.callback()
@@ -123,9 +104,9 @@ def generate(
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     text = _read_prompt(prompt_file)
     folder = resolve_model(model)
-    loaded = load_model(folder, getattr(torch, dtype.value), pick_device(device))
+    loaded = load_model(folder, dtype.torch_dtype, pick_device(device))
     tokenizer = load_tokenizer(folder)
-    drafts = _draft_source(draft, assistant, loaded)
+    drafts = draft_source(draft, assistant, loaded)
     prompt = encode(tokenizer, text, chat)
     report = run_generate(
         loaded,
@@ -214,14 +195,3 @@ def _read_prompt(path: Path) -> str:
     if not text.strip():
         raise PromptError(f"the prompt file {path} is empty: it must hold text to continue")
     return text
-
-
-def _draft_source(kind: DraftKind, assistant: str | None, loaded: LoadedModel) -> DraftSource:
-    if kind is DraftKind.NONE:
-        return NoDrafts()
-    if kind is DraftKind.NGRAM:
-        return NgramDrafts()
-    if assistant is None:
-        raise ConfigError("--draft assistant needs --assistant MODEL, a smaller model to draft")
-    model = read_model(resolve_model(assistant), loaded.model.dtype).to(loaded.device)
-    return AssistantDrafts(model, loaded.vocab_size)

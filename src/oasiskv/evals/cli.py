@@ -207,6 +207,18 @@ def digests_command(
     Console().print(table)
 
 
+@app.command(
+    "harness",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def harness_command(context: typer.Context) -> None:
+    """EleutherAI's lm_eval with OasisKV as the model: every argument is lm_eval's, --help too."""
+    from oasiskv.evals.harness_command import run_harness
+
+    run_harness(context.args)
+
+
 def _passages(folder: str | Path, count: int, tokens: int) -> list[list[int]]:
     """The first ``count`` passages of ``tokens`` tokens each of the bundled text."""
     text = data_path(TEXT).read_text(encoding="utf-8")
