@@ -27,6 +27,7 @@ SMALL = OasisConfig(budget_tokens=32, hot_tokens=48, window_tokens=32)
 PROMPTS = (prompt_of(300), prompt_of(333, seed=8))
 FORCED = (prompt_of(70, seed=5), prompt_of(61, seed=6))
 DRAFTS = {
+    "oasis-oracle1": lambda prompt, follows: OracleDrafts({"a": follows}, {"a": len(prompt)}),
     "oasis-none": lambda prompt, follows: NoDrafts(),
     "oasis-ngram": lambda prompt, follows: NgramDrafts(),
     "oasis-paper": lambda prompt, follows: NgramDrafts(),
@@ -39,7 +40,10 @@ POLICIES = [name for name, method in METHODS.items() if method.policy is not Non
 
 def setting(name, config=CONFIG):
     method = METHODS[name]
-    return Setting(method, config.model_copy(update={"lookahead": method.lookahead}))
+    own = {"lookahead": method.lookahead}
+    if method.draft_tokens is not None:
+        own["draft_tokens"] = method.draft_tokens
+    return Setting(method, config.model_copy(update=own))
 
 
 def ask(index=0, forced=None, new=0, **given):

@@ -18,7 +18,7 @@ from oasiskv.data import data_path
 from oasiskv.errors import ConfigError, PromptError
 from oasiskv.evals import churn, digests, retrieval
 from oasiskv.evals.suite.compare import compare
-from oasiskv.evals.suite.jobs import batches_of
+from oasiskv.evals.suite.jobs import JOBS, batches_of
 from oasiskv.evals.suite.jobs import run as run_batches
 from oasiskv.evals.suite.plots import plot
 from oasiskv.evals.suite.rows import RowFile, read_rows
@@ -59,7 +59,7 @@ def suite_command(
         Path, typer.Option(help="folder of results; a run that was killed goes on there")
     ] = Path("oasiskv-eval"),
     seed: Annotated[int, typer.Option(help="of tasks and methods")] = 0,
-    jobs: Annotated[int | None, typer.Option(help="processes; default 2, on CUDA 1", min=1)] = None,
+    jobs: Annotated[int | None, typer.Option(help="processes at once", min=1)] = None,
     device: Device = None,
 ) -> None:
     """Measure accuracy and traffic: a suite of tasks with every method, or one of the commands."""
@@ -75,7 +75,7 @@ def suite_command(
     total = there + sum(len(batch.questions) for batch in batches)
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task(suite.value, total=total, completed=there)
-        count = jobs or (2 if where.type == "cpu" else 1)
+        count = jobs or JOBS[where.type]
         run_batches(batches, where, count, kept, lambda: progress.advance(task))
     text = markdown(kept.rows, seed)
     (out / "tables.md").write_text(text, encoding="utf-8")

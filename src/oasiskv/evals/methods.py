@@ -51,6 +51,7 @@ class Method:
         policy: of a seed, for those that choose in the same step; None for OasisKV.
         lookahead: OasisKV's mode.
         drafts: OasisKV's draft source, one for all questions.
+        draft_tokens: most drafts of a step; None: the default.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Method:
     policy: Callable[[int], Policy] | None = None
     lookahead: LookaheadMode = LookaheadMode.LAST_ACCEPTED
     drafts: Callable[[Known], DraftSource] = lambda known: NoDrafts()
+    draft_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,13 @@ METHODS = {
             "OasisKV, drafts that are right, the last held back",
             lookahead=LookaheadMode.HELD_BACK,
             drafts=_oracle,
+        ),
+        Method(
+            "oasis-oracle1",
+            "OasisKV, one draft that is right and held back: one token a step, by its own query",
+            lookahead=LookaheadMode.HELD_BACK,
+            drafts=_oracle,
+            draft_tokens=1,
         ),
         Method(
             "oasis-ngram",

@@ -79,7 +79,8 @@ class LaneDecoder:
         if assistant is not None:
             prompts = {each.name: len(each.prompt) for each in asked}
             shared = SharedDrafts(assistant, prompts, config.draft_tokens)
-        self._sources = [drafts_of(each, asked, shared) for each in self.settings]
+        dense_only = all(each.method.name == DENSE for each in self.settings)
+        self._sources = [drafts_of(each, asked, shared, dense_only) for each in self.settings]
         self.tracks = [[track_of(one, each) for each in self.settings] for one in asked]
         self._steps = [[0] * lanes for _ in asked]
         self._rounds = 0

@@ -8,6 +8,7 @@ import torch
 
 from oasiskv.drafts.base import DraftSource
 from oasiskv.drafts.lookahead import LookaheadMode
+from oasiskv.drafts.ngram import NgramDrafts
 from oasiskv.drafts.oracle import OracleDrafts
 from oasiskv.errors import PromptError
 from oasiskv.evals.lanes.asked import Asked
@@ -70,16 +71,50 @@ def _runs(values: Sequence[T]) -> list[tuple[T, range]]:
 
 
 def drafts_of(
-    setting: Setting, asked: Sequence[Asked], assistant: DraftSource | None
+    setting: Setting, asked: Sequence[Asked], assistant: DraftSource | None, dense_only: bool
 ) -> DraftSource:
-    """A setting's draft source for all questions."""
+    """A setting's draft source for all questions.
+
+    Args:
+        setting: the setting.
+        asked: all questions.
+        assistant: drafts of another model.
+        dense_only: no other method decodes.
+    """
     prompts = {each.name: len(each.prompt) for each in asked}
     if setting.method.policy is None:
         follows = {each.name: [*each.forced, *each.expected] for each in asked}
         return setting.method.drafts(Known(follows, prompts, assistant))
+    if dense_only:
+        # Nothing is counted of its rows, so that drafts of which most are wrong do no harm.
+        return ForcedThenNgram(asked)
     # What a policy decodes is known while it is forced: several tokens a round, the last of which
     # waits for the next round, so that no row is computed twice.
     return OracleDrafts({each.name: each.forced[:-1] for each in asked}, prompts)
+
+
+class ForcedThenNgram:
+    """Proposes what is forced, and n-gram drafts after it.
+
+    Args:
+        asked: all questions.
+    """
+
+    def __init__(self, asked: Sequence[Asked]) -> None:
+        self._asked = {each.name: each for each in asked}
+        self._ngram = NgramDrafts()
+
+    def propose(self, request_id: str, tokens: Sequence[int], max_drafts: int) -> list[int]:
+        """See ``DraftSource.propose``."""
+        one = self._asked[request_id]
+        left = one.forced[len(tokens) - len(one.prompt) :]
+        if left:
+            return left[: max(0, min(max_drafts, len(left) - 1))]
+        return self._ngram.propose(request_id, tokens, max_drafts)
+
+    def finish(self, request_id: str) -> None:
+        """See ``DraftSource.finish``."""
+        self._ngram.finish(request_id)
 
 
 def track_of(asked: Asked, setting: Setting) -> Track:

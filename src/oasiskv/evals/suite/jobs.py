@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
 from multiprocessing import get_context
 
 import torch
@@ -14,6 +15,7 @@ from oasiskv.evals.suite.rows import Row, RowFile
 from oasiskv.evals.suite.run import Batch, measure
 from oasiskv.evals.suite.suites import Part
 from oasiskv.evals.tasks import TASKS
+from oasiskv.evals.tasks.base import Question
 from oasiskv.hf.loading import LoadedModel, load_model, read_model
 from oasiskv.hf.tokens import load_tokenizer
 from oasiskv.models.quiet import quiet_transformers
@@ -21,6 +23,10 @@ from oasiskv.models.resolve import resolve_model
 
 AT_ONCE = {"cpu": 1, "cuda": 8}
 """Questions of a batch. A GPU takes about as long for eight as for one; a CPU for each alike."""
+MOST_TOKENS = 2**17
+"""Prompt tokens of a batch: what is computed of them must fit a GPU, for two processes at once."""
+JOBS = {"cpu": 2, "cuda": 2}
+"""Processes, where nothing is said: on a GPU one waits for its host half of the time."""
 
 
 def batches_of(
@@ -28,31 +34,36 @@ def batches_of(
 ) -> tuple[list[Batch], int]:
     """What is to be measured, part by part, and how many questions of it are there already.
 
+    Questions that take about as many steps are put together.
+
     Raises:
         PromptError: a task has no such length.
     """
     batches = []
     there = 0
-    size = AT_ONCE[device.type]
     for part in parts:
         tokenizer = load_tokenizer(resolve_model(part.model))
-        for task, count in part.tasks.items():
-            every = Batch(
-                part.model,
-                part.tokens,
-                tuple(TASKS[task].make(tokenizer, count, part.tokens, seed)),
-                part.budgets,
-                part.methods,
-                seed,
-                part.assistant,
-            )
-            todo = [each for each in every.questions if every.unit(each) not in kept.units]
-            there += count - len(todo)
+        every = [
+            question
+            for task, count in part.tasks.items()
+            for question in TASKS[task].make(tokenizer, count, part.tokens, seed)
+        ]
+        whole = Batch(part.model, part.tokens, (), part.budgets, part.methods, seed, part.assistant)
+        todo = [each for each in every if whole.unit(each) not in kept.units]
+        there += len(every) - len(todo)
+        size = max(1, min(AT_ONCE[device.type], MOST_TOKENS // part.tokens))
+        for _, kind in groupby(sorted(todo, key=_place), key=lambda each: each.kind):
+            own = list(kind)
             batches += [
-                replace(every, questions=tuple(todo[start : start + size]))
-                for start in range(0, len(todo), size)
+                replace(whole, questions=tuple(own[start : start + size]))
+                for start in range(0, len(own), size)
             ]
     return batches, there
+
+
+def _place(question: Question) -> tuple[str, int]:
+    forced = len(question.answer) if question.kind == "forced" else 0
+    return question.kind, -(len(question.question) + forced + question.new_tokens)
 
 
 def run(

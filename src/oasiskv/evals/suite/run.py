@@ -1,4 +1,4 @@
-"""Questions of one task with every method at every budget: what is measured at a time."""
+"""Questions of one kind with every method at every budget: what is measured at a time."""
 
 from dataclasses import dataclass, replace
 from math import ceil
@@ -29,7 +29,7 @@ class Batch:
     Args:
         model: built-in name.
         tokens: length that was asked for.
-        questions: of one task.
+        questions: of one kind.
         budgets: K in tokens.
         methods: names of ``METHODS``; dense is always there.
         seed: of what is random in methods.
