@@ -182,6 +182,15 @@ def test_tables(rows):
     assert list(sections(rows)) == ["Answers: m, 100 tokens"]
 
 
+def test_tables_of_two_runs_one_of_which_has_a_method_more(rows):
+    more = [
+        row("oasis-paper", 512, group, score=1.0, dense_score=1.0, moved_bytes=0.0)
+        for group in "ab"
+    ]
+    text = markdown([*rows, *more], 0)
+    assert "| oasis-paper | 512 | 1.000 (0.158 to 1.000) | 0.000 (" in text
+
+
 def test_tables_of_texts():
     text = markdown(
         [

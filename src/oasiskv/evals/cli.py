@@ -83,6 +83,16 @@ def suite_command(
     Console().print(Markdown(text))
 
 
+@app.command("tables")
+def tables_command(
+    runs: Annotated[list[Path], typer.Argument(help="folders of runs, of different seeds say")],
+) -> None:
+    """Print the tables of several runs together, as Markdown."""
+    _require_packages()
+    rows = [row for folder in runs for row in read_rows(folder / "rows.jsonl")]
+    typer.echo(markdown(rows, seed=0), nl=False)
+
+
 @app.command("compare")
 def compare_command(
     first: Annotated[Path, typer.Argument(help="folder of a run")],
