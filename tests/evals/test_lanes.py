@@ -26,23 +26,29 @@ SMALL = OasisConfig(budget_tokens=32, hot_tokens=48, window_tokens=32)
 # Every residue of the block among prompt lengths and ends; the second is longer by two blocks.
 PROMPTS = (prompt_of(300), prompt_of(333, seed=8))
 FORCED = (prompt_of(70, seed=5), prompt_of(61, seed=6))
+
+
+def _oracle(prompt, follows):
+    return OracleDrafts({"a": follows}, {"a": len(prompt)})
+
+
 DRAFTS = {
-    "oasis-oracle1": lambda prompt, follows: OracleDrafts({"a": follows}, {"a": len(prompt)}),
     "oasis-none": lambda prompt, follows: NoDrafts(),
     "oasis-ngram": lambda prompt, follows: NgramDrafts(),
     "oasis-paper": lambda prompt, follows: NgramDrafts(),
-    "oasis-oracle": lambda prompt, follows: OracleDrafts({"a": follows}, {"a": len(prompt)}),
+    "oasis-oracle": _oracle,
+    "oasis-oracle1": _oracle,
+    "oasis-oracle1-plain": _oracle,
+    "oasis-oracle1-free": _oracle,
 }
 # Without a second model.
-ALONE = [name for name in METHODS if name != ASSISTED]
+ALONE = [name for name, method in METHODS.items() if name != ASSISTED and not method.ablation]
 POLICIES = [name for name, method in METHODS.items() if method.policy is not None]
 
 
 def setting(name, config=CONFIG):
     method = METHODS[name]
-    own = {"lookahead": method.lookahead}
-    if method.draft_tokens is not None:
-        own["draft_tokens"] = method.draft_tokens
+    own = {"lookahead": method.lookahead, **dict(method.settings)}
     return Setting(method, config.model_copy(update=own))
 
 
@@ -82,8 +88,8 @@ def engine_run(name, config, asked):
 
 def held_by_lanes(decoder, question, name):
     """Blocks in slots, sorted, ``[layers, heads, slots]``."""
-    [(lanes, hot_sets)] = decoder.hot_sets
     lane = [each.method.name for each in decoder.settings].index(name)
+    [(lanes, hot_sets)] = [each for each in decoder.hot_sets if lane in each[0]]
     mask = hot_sets.mask[:, question, lane - lanes.start]
     blocks = decoder.block_of[question]
     return torch.where(mask, blocks, NOWHERE).sort(-1).values[..., : CONFIG.hot_blocks]
@@ -94,7 +100,7 @@ def test_a_lane_is_the_engine(name):
     """Beside all other methods and another prompt: tokens, logits, slots and traffic."""
     asked = [ask(0, new=9), ask(1, new=5)]
     asked = [replace(each, expected=prompt_of(9, seed=3)) for each in asked]
-    settings = [setting(each) for each in ALONE]
+    settings = [setting(each) for each in {*ALONE, name}]
     decoder = LaneDecoder(tiny_llama(), asked, settings, keep_log_probs=True)
     steps = [[], []]
     while True:
@@ -267,6 +273,14 @@ def test_an_assistants_drafts_are_made_once_for_all_lanes():
     assert all(one[each].agreement is not None for one in found for each in settings)
     with pytest.raises(ConfigError, match="needs an assistant model"):
         decode(asked, settings)
+
+
+def test_a_method_has_its_own_settings():
+    one, free = (Setting.of(name, 512).config for name in ("oasis-oracle1", "oasis-oracle1-free"))
+    default = OasisConfig(budget_tokens=512, hot_tokens=768)
+    assert one == default.model_copy(update={"draft_tokens": 1})
+    limits = {"draft_tokens": 1, "cap_fraction": None, "hysteresis": 1.0}
+    assert free == default.model_copy(update=limits)
 
 
 def test_a_prompt_that_is_attended_to_as_a_whole_is_refused():

@@ -20,6 +20,7 @@ from oasiskv.evals.tasks.base import Question
 from tiny import make_model, prompt_of, tiny_llama
 
 BUDGET = 64
+ALL = tuple(name for name, method in METHODS.items() if not method.ablation)
 RUN = {"suite": "tiny"}
 
 
@@ -28,7 +29,7 @@ def question(kind, name, answer=(), new=0):
     return Question("task", name, name, prompt_of(400), asked, list(answer), kind, new)
 
 
-def batch(kind, names=("one",), methods=tuple(METHODS), **given):
+def batch(kind, names=("one",), methods=ALL, **given):
     questions = tuple(question(kind, name, **given) for name in names)
     return Batch("tiny", 500, questions, (BUDGET,), methods, 0)
 
@@ -48,8 +49,8 @@ def row(method="dense", budget=512, group="a", **values):
 def test_every_method_gives_a_row(kind, given):
     assistant = make_model()
     [rows] = measure(tiny_llama(), batch(kind, **given), assistant).values()
-    assert {row.method for row in rows} == set(METHODS)
-    assert len(rows) == len(METHODS)
+    assert {row.method for row in rows} == set(ALL)
+    assert len(rows) == len(ALL)
     dense = rows[0]
     assert (dense.method, dense.budget) == ("dense", 0)
     assert dense.moved_bytes is None
@@ -68,7 +69,7 @@ def test_every_method_gives_a_row(kind, given):
     if kind == "free":
         assert dense.first_difference == 40
     predicted = {row.method for row in rows if row.agreement is not None}
-    assert predicted == {name for name in METHODS if name.startswith("oasis")}
+    assert predicted == {name for name in ALL if name.startswith("oasis")}
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path):
@@ -148,7 +149,13 @@ def test_suites_name_what_there_is():
     for parts in SUITES.values():
         for part in parts:
             assert set(part.tasks) <= set(TASKS)
-            assert set(METHODS) - set(part.methods) == ({ASSISTED} if not part.assistant else set())
+            left_out = {name for name in METHODS if name not in part.methods}
+            ablations = {name for name, method in METHODS.items() if method.ablation}
+            if part.ablations:
+                assert not ablations & left_out
+            else:
+                assert left_out - {ASSISTED} == ablations
+                assert (ASSISTED in left_out) == (part.assistant is None)
 
 
 @pytest.fixture
@@ -242,4 +249,4 @@ def test_rows_are_plain_json(tmp_path):
         ),
     )
     _, line = path.read_text().splitlines()
-    assert {each["method"] for each in json.loads(line)["rows"]} == set(METHODS)
+    assert {each["method"] for each in json.loads(line)["rows"]} == set(ALL)

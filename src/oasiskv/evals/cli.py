@@ -46,6 +46,7 @@ class SuiteName(StrEnum):
     """A suite of tasks."""
 
     QUICK = "quick"
+    ABLATION = "ablation"
     FULL = "full"
 
 
@@ -53,7 +54,11 @@ class SuiteName(StrEnum):
 def suite_command(
     context: typer.Context,
     suite: Annotated[
-        SuiteName | None, typer.Option(help="quick: two CPU cores, minutes; full: a GPU")
+        SuiteName | None,
+        typer.Option(
+            help="quick: all methods, minutes on two CPU cores; ablation: what OasisKV's own "
+            "settings cost, likewise; full: a GPU"
+        ),
     ] = None,
     out: Annotated[
         Path, typer.Option(help="folder of results; a run that was killed goes on there")

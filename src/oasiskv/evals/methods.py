@@ -6,6 +6,7 @@ them; every other method chooses S tokens, so that all attend to sink + S + wind
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from oasiskv.config import BLOCK_TOKENS, OasisConfig
 from oasiskv.drafts.base import DraftSource, NoDrafts
@@ -51,7 +52,8 @@ class Method:
         policy: of a seed, for those that choose in the same step; None for OasisKV.
         lookahead: OasisKV's mode.
         drafts: OasisKV's draft source, one for all questions.
-        draft_tokens: most drafts of a step; None: the default.
+        settings: OasisKV's settings that are not the default, by name.
+        ablation: differs from another method in settings only, to tell what they cost.
     """
 
     name: str
@@ -59,7 +61,8 @@ class Method:
     policy: Callable[[int], Policy] | None = None
     lookahead: LookaheadMode = LookaheadMode.LAST_ACCEPTED
     drafts: Callable[[Known], DraftSource] = lambda known: NoDrafts()
-    draft_tokens: int | None = None
+    settings: tuple[tuple[str, Any], ...] = ()
+    ablation: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,12 @@ class Setting:
         """One of ``METHODS`` with K = ``budget_tokens``; everything else is the default."""
         hot = int(budget_tokens * HOT_OVER_BUDGET) // BLOCK_TOKENS * BLOCK_TOKENS
         found = METHODS[method]
-        config = OasisConfig(budget_tokens=budget_tokens, hot_tokens=hot, lookahead=found.lookahead)
+        config = OasisConfig(
+            budget_tokens=budget_tokens,
+            hot_tokens=hot,
+            lookahead=found.lookahead,
+            **dict(found.settings),
+        )
         return cls(found, config)
 
 
@@ -96,6 +104,17 @@ def _assistant(known: Known) -> DraftSource:
         raise ConfigError(f"the method {ASSISTED!r} needs an assistant model, and none was given")
     return known.assistant
 
+
+def _none(_known: Known) -> DraftSource:
+    return NoDrafts()
+
+
+_ONE_DRAFT: tuple[tuple[str, Any], ...] = (("draft_tokens", 1),)
+_LIMITS: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
+    "uncapped": ("no cap", (("cap_fraction", None),)),
+    "plain": ("no hysteresis", (("hysteresis", 1.0),)),
+    "free": ("no cap and no hysteresis", (("cap_fraction", None), ("hysteresis", 1.0))),
+}
 
 ASSISTED = "oasis-assistant"
 """The method that takes a second model."""
@@ -119,7 +138,7 @@ METHODS = {
             "OasisKV, one draft that is right and held back: one token a step, by its own query",
             lookahead=LookaheadMode.HELD_BACK,
             drafts=_oracle,
-            draft_tokens=1,
+            settings=_ONE_DRAFT,
         ),
         Method(
             "oasis-ngram",
@@ -143,5 +162,22 @@ METHODS = {
         Method("stale", "the last token's query, no hot set", lambda seed: Stale()),
         Method("window", "sink and a longer window", lambda seed: WindowOnly()),
         Method("random", "random blocks", RandomBlocks),
+        *(
+            Method(
+                f"{name}-{suffix}",
+                f"{name}, {doc}",
+                lookahead=mode,
+                drafts=drafts,
+                settings=(*settings, *own),
+                ablation=True,
+            )
+            for name, mode, drafts, settings, suffixes in (
+                ("oasis-oracle", LookaheadMode.HELD_BACK, _oracle, (), ("free",)),
+                ("oasis-oracle1", LookaheadMode.HELD_BACK, _oracle, _ONE_DRAFT, tuple(_LIMITS)),
+                ("oasis-none", LookaheadMode.LAST_ACCEPTED, _none, (), ("free",)),
+            )
+            for suffix, (doc, own) in _LIMITS.items()
+            if suffix in suffixes
+        ),
     )
 }

@@ -23,17 +23,17 @@ KNOWN_ROWS = 16
 
 
 def in_order(settings: Sequence[Setting]) -> list[Setting]:
-    """Policies first, each policy's lanes side by side; then OasisKV's, by size of the hot set.
+    """Policies first, each policy's lanes side by side; then OasisKV's, like hot sets together.
 
     Policies go by kind of heads, see ``policies.choose``.
     """
     names = list(METHODS)
 
-    def place(setting: Setting) -> tuple[int, int, int]:
-        policy, config = setting.method.policy, setting.config
+    def place(setting: Setting) -> tuple[float, ...]:
+        policy = setting.method.policy
         if policy is None:
-            return 2, config.budget_tokens, config.hot_tokens
-        return int(not policy(0).by_query_head), names.index(setting.method.name), 0
+            return 2, *_kind(setting)
+        return int(not policy(0).by_query_head), names.index(setting.method.name)
 
     return sorted(settings, key=place)
 
@@ -51,12 +51,15 @@ def lanes_of(settings: Sequence[Setting], seed: int, device: torch.device) -> La
 
 
 def hot_lanes(settings: Sequence[Setting]) -> list[range]:
-    """OasisKV's lanes, those with hot sets of one size together; settings in order."""
-    sizes = [
-        None if each.method.policy else (each.config.budget_tokens, each.config.hot_tokens)
-        for each in settings
-    ]
-    return [lanes for size, lanes in _runs(sizes) if size is not None]
+    """OasisKV's lanes, those whose hot sets are alike together; settings in order."""
+    kinds = [None if each.method.policy else _kind(each) for each in settings]
+    return [lanes for kind, lanes in _runs(kinds) if kind is not None]
+
+
+def _kind(setting: Setting) -> tuple[float, ...]:
+    """What hot sets go by."""
+    config = setting.config
+    return config.budget_blocks, config.hot_blocks, config.cap_blocks, config.hysteresis
 
 
 def _runs(values: Sequence[T]) -> list[tuple[T, range]]:

@@ -15,6 +15,8 @@ class Part:
         tasks: name -> number of questions.
         budgets: K in tokens.
         assistant: built-in name of a model that drafts; None: no method that needs one.
+        ablations: methods that differ in settings only, and the few that they are compared with,
+            instead of all others.
     """
 
     model: str
@@ -22,13 +24,18 @@ class Part:
     tasks: dict[str, int]
     budgets: tuple[int, ...]
     assistant: str | None = None
+    ablations: bool = False
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names of the methods: all that can run."""
-        return tuple(each for each in METHODS if each != ASSISTED or self.assistant)
+        """Names of the methods: all that can run, or ablations."""
+        if self.ablations:
+            return (*_ABLATED, *(name for name, method in METHODS.items() if method.ablation))
+        can = (name for name, method in METHODS.items() if not method.ablation)
+        return tuple(name for name in can if name != ASSISTED or self.assistant)
 
 
+_ABLATED = ("dense", "exact", "oasis-oracle", "oasis-oracle1", "oasis-none", "stale")
 _ANSWERS = (
     "passkey",
     "needle_keys",
@@ -48,6 +55,7 @@ _BUDGETS = (512, 1024, 2048)
 # question after the other, which takes a GPU most of the time of a batch.
 SUITES = {
     "quick": (Part(_BASE, 3256, {"forced_prose": 2}, (512, 1024), _LONG),),
+    "ablation": (Part(_BASE, 3256, {"forced_prose": 2}, (512, 1024), ablations=True),),
     "full": (
         Part(_BASE, 7500, {"free": 1}, (1024,)),
         Part(_BASE, 7500, {"forced_prose": 2}, _BUDGETS, _LONG),
