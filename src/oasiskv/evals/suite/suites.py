@@ -55,7 +55,10 @@ _BUDGETS = (512, 1024, 2048)
 # question after the other, which takes a GPU most of the time of a batch.
 SUITES = {
     "quick": (Part(_BASE, 3256, {"forced_prose": 2}, (512, 1024), _LONG),),
-    "ablation": (Part(_BASE, 3256, {"forced_prose": 2}, (512, 1024), ablations=True),),
+    "ablation": (
+        Part(_BASE, 3256, {"forced_prose": 2}, (512, 1024), ablations=True),
+        Part(_LONG, 4096, {"json_pairs": 12, "needle_keys": 4}, (512,), ablations=True),
+    ),
     "full": (
         Part(_BASE, 7500, {"free": 1}, (1024,)),
         Part(_BASE, 7500, {"forced_prose": 2}, _BUDGETS, _LONG),

@@ -10,6 +10,8 @@ from oasiskv.evals.statistics import SHARE, Estimate, difference, estimate
 from oasiskv.evals.suite.rows import Row
 
 MIB = 2**20
+LEAST = 3
+"""Questions that a task must have for its loss to be called the worst."""
 Grouped = dict[str, list[float]]
 BOUNDS = {
     "score": SHARE,
@@ -159,13 +161,13 @@ def _diagnostics(rows: Sequence[Row], seed: int) -> str:
 
 
 def _worst(rows: Sequence[Row], seed: int) -> str:
-    """The task and setting where OasisKV loses most."""
+    """The task and setting where OasisKV loses most, of those with enough questions to say so."""
     losses = []
     for title, asked in sections([row for row in rows if row.kind == "answer"]).items():
         for task, own in tasks(answered(asked)).items():
             anchor = by_group(of(own, DENSE, 0), "score")
             for method, budget in settings(own):
-                if method.startswith("oasis"):
+                if method.startswith("oasis") and len(anchor) >= LEAST:
                     less = _less(anchor, of(own, method, budget), seed)
                     losses.append((less.mean, f"{title}, {task}, {method}, K = {budget}", less))
     if not losses:
