@@ -226,38 +226,42 @@ class LaneDecoder:
         self, rows: Rows, segments: list[list[Segment]], accepted: list[list[list[int]]]
     ) -> None:
         """What hot sets do between two steps."""
-        active = torch.tensor(
-            [[bool(own[lane].tokens) for lane in self._hot] for own in segments],
-            device=self._device,
-        )
-        if not active.any():
+        firsts = {each.lane: each.first for each in rows.by_lane if each.lane in self._hot}
+        if not firsts:
             return
-        firsts = {each.lane: each.first for each in rows.by_lane}
-        own_rows = [[firsts.get(lane, 0) for lane in self._hot] for _ in self._asked]
+        running = list(firsts)
+        active = torch.tensor(
+            [[bool(own[lane].tokens) for lane in running] for own in segments], device=self._device
+        )
+        own_rows = [list(firsts.values()) for _ in self._asked]
         look = [list(each) for each in own_rows]
         for q, tracks in enumerate(self.tracks):
-            for i, lane in enumerate(self._hot):
+            for i, lane in enumerate(running):
                 if accepted[q][lane]:
                     track = tracks[lane]
                     look[q][i] += lookahead_row(track.mode, track.drafts, accepted[q][lane])
         ends = torch.tensor(
-            [[own[lane].computed for lane in self._hot] for own in self.tracks],
-            device=self._device,
+            [[own[lane].computed for lane in running] for own in self.tracks], device=self._device
         )
         candidates = self._candidates(ends)
         queries = torch.stack(self._attention.queries)
-        lanes = torch.tensor(list(self._hot), device=self._device)
         compare = self._rounds > 1 and (self._rounds - 2) % AGREEMENT_EVERY == 0
         for_own = self._at(queries, own_rows) if compare else None
+        lanes = torch.tensor(running, device=self._device)
         scores = self._scores(self._at(queries, look), lanes, candidates)
         for own, hot_sets in self.hot_sets:
-            part = slice(own.start - self._hot.start, own.stop - self._hot.start)
+            places = [i for i, lane in enumerate(running) if lane in own]
+            if not places:
+                continue
+            part = slice(places[0], places[-1] + 1)
+            within = lanes[part] - own.start
             if for_own is not None:
-                before = hot_sets.candidates
+                before = hot_sets.candidates(within)
                 own_scores = self._scores(for_own[:, :, part], lanes[part], before)
-                hot_sets.compare(own_scores, active[:, part])
-            hot_sets.step(scores[:, :, part], candidates[:, part], active[:, part], self._rounds)
-
+                hot_sets.compare(within, own_scores, active[:, part])
+            hot_sets.step(
+                within, scores[:, :, part], candidates[:, part], active[:, part], self._rounds
+            )
         self._hold()
 
     def _hold(self) -> None:

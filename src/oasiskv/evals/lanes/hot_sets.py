@@ -39,9 +39,11 @@ class HotSets:
         # Rounds count from 1; the prompt's end is 0.
         last_wanted = torch.where(rank < config.budget_blocks, 0, -1)
         self._last_wanted = last_wanted.expand_as(self._resident).clone()
-        self._blocks = scores.shape[-1]
-        self._predicted: tuple[Tensor, Tensor] | None = None
-        self.mask = self._held()
+        mask_shape = (*shape, scores.shape[-1])
+        self.mask = torch.zeros(mask_shape, dtype=torch.bool, device=scores.device)
+        self.mask.scatter_(-1, self._resident, True)
+        self._predicted = torch.zeros_like(self.mask)
+        self._candidates = candidates[:, None].repeat(1, lanes, 1)
         counts = (scores.shape[1], lanes)
         self.fetched, self.wanted, self.missed = (
             torch.zeros(counts, dtype=torch.int64, device=scores.device) for _ in range(3)
@@ -49,80 +51,83 @@ class HotSets:
         self._agreement = torch.zeros((2, *counts), device=scores.device)
 
     @property
-    def candidates(self) -> Tensor:
-        """Bool ``[Q, M, C]``, those of the last step."""
-        assert self._predicted is not None
-        return self._predicted[1]
-
-    @property
     def agreement(self) -> Tensor:
         """``[Q, M]`` mean share of predicted blocks that own queries would have chosen; or NaN."""
         return self._agreement[0] / self._agreement[1]
 
-    def compare(self, scores: Tensor, active: Tensor) -> None:
+    def candidates(self, lanes: Tensor) -> Tensor:
+        """Bool ``[Q, m, C]``, those of the last step of some lanes, int64 ``[m]``."""
+        return self._candidates[:, lanes]
+
+    def compare(self, lanes: Tensor, scores: Tensor, active: Tensor) -> None:
         """Compare what was predicted for a step with what its own query would choose.
 
         Args:
-            scores: ``[L, Q, M, H, C]`` by the step's first query.
-            active: bool ``[Q, M]``, lanes that made the step.
+            lanes: int64 ``[m]``, which made a second step or a later one.
+            scores: ``[L, Q, m, H, C]`` by the step's first query.
+            active: bool ``[Q, m]``, lanes that made the step.
         """
-        assert self._predicted is not None
-        predicted, candidates = self._predicted
-        actual = self._top(scores, candidates)
+        actual = self._top(scores, self._candidates[:, lanes])
         over = (0, 3, 4)
-        share = (actual & predicted).sum(over) / actual.sum(over)
-        self._agreement[0] += share * active
-        self._agreement[1] += active
+        share = (actual & self._predicted[:, :, lanes]).sum(over) / actual.sum(over)
+        sums, steps = self._agreement
+        sums[:, lanes] += share * active
+        steps[:, lanes] += active
 
-    def step(self, scores: Tensor, candidates: Tensor, active: Tensor, number: int) -> None:
+    def step(
+        self, lanes: Tensor, scores: Tensor, candidates: Tensor, active: Tensor, number: int
+    ) -> None:
         """Want, plan and fetch.
 
         Args:
-            scores: ``[L, Q, M, H, C]`` by the lookahead queries; 0 where a block is no candidate.
-            candidates: bool ``[Q, M, C]``.
-            active: bool ``[Q, M]``, lanes that made a step; the others are left as they are.
+            lanes: int64 ``[m]``, those that some question made a step in.
+            scores: ``[L, Q, m, H, C]`` by the lookahead queries; 0 where a block is no candidate.
+            candidates: bool ``[Q, m, C]``.
+            active: bool ``[Q, m]``, lanes that made a step; the others are left as they are.
             number: of the step, from 1 on.
         """
-        self._predicted = (self._top(scores, candidates), candidates)
+        self._predicted[:, :, lanes] = self._top(scores, candidates)
+        self._candidates[:, lanes] = candidates
         layers = scores.shape[0]
+        resident = self._resident[:, :, lanes]
+        before = self._last_wanted[:, :, lanes]
         plan = make_plan(
             scores.flatten(0, 2),
             candidates.expand(layers, -1, -1, -1).flatten(0, 2),
-            self._resident.flatten(0, 2),
-            self._last_wanted.flatten(0, 2),
+            resident.flatten(0, 2),
+            before.flatten(0, 2),
             budget=self.config.budget_blocks,
             cap=self.config.cap_blocks,
             hysteresis=self.config.hysteresis,
             step=number,
         )
-        shape = scores.shape[:4]
-        victims, sources = (
-            torch.unflatten(part, 0, shape[:3]) for part in (plan.victims, plan.sources)
+        lead = scores.shape[:3]
+        victims, sources, last_wanted = (
+            torch.unflatten(part, 0, lead)
+            for part in (plan.victims, plan.sources, plan.last_wanted)
         )
-        victims = victims.masked_fill(~active[:, :, None, None], -1)
-        slots = self._resident.shape[-1]
-        # A column more takes pairs that are none.
-        spare = torch.cat((self._resident, self._resident[..., :1]), dim=-1)
-        spare.scatter_(-1, torch.where(victims >= 0, victims, slots), sources)
-        self._resident = spare[..., :slots]
-        last_wanted = torch.unflatten(plan.last_wanted, 0, shape[:3])
         kept = active[:, :, None, None]
-        self._last_wanted = torch.where(kept, last_wanted, self._last_wanted)
-        self.mask = self._held()
+        victims = victims.masked_fill(~kept, -1)
+        slots = resident.shape[-1]
+        # A column more takes pairs that are none.
+        spare = torch.cat((resident, resident[..., :1]), dim=-1)
+        spare.scatter_(-1, torch.where(victims >= 0, victims, slots), sources)
+        resident = spare[..., :slots]
+        self._resident[:, :, lanes] = resident
+        self._last_wanted[:, :, lanes] = torch.where(kept, last_wanted, before)
+        self.mask[:, :, lanes] = torch.zeros_like(self.mask[:, :, lanes]).scatter_(
+            -1, resident, True
+        )
         over = (0, 3)
-        self.fetched += (victims >= 0).sum(-1).sum(over)
-        self.missed += torch.unflatten(plan.misses, 0, shape[:3]).sum(over) * active
-        self.wanted += torch.unflatten((plan.wanted >= 0), 0, shape[:3]).sum((0, 3, 4)) * active
+        misses, wanted = (
+            torch.unflatten(part, 0, lead).sum(over)
+            for part in (plan.misses, (plan.wanted >= 0).sum(-1))
+        )
+        self.fetched[:, lanes] += (victims >= 0).sum(-1).sum(over)
+        self.missed[:, lanes] += misses * active
+        self.wanted[:, lanes] += wanted * active
 
     def _top(self, scores: Tensor, candidates: Tensor) -> Tensor:
         allowed = candidates[:, :, None]
         ranked = scores.masked_fill(~allowed, -torch.inf)
         return top_blocks(ranked, self.config.budget_blocks) & allowed
-
-    def _held(self) -> Tensor:
-        mask = torch.zeros(
-            (*self._resident.shape[:-1], self._blocks),
-            dtype=torch.bool,
-            device=self._resident.device,
-        )
-        return mask.scatter_(-1, self._resident, True)
