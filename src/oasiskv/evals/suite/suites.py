@@ -63,8 +63,9 @@ SUITES = {
         Part(_BASE, 7500, {"free": 1}, (1024,)),
         Part(_BASE, 7500, {"forced_prose": 2}, _BUDGETS, _LONG),
         Part(_BASE, 7500, {"forced_code": 2, "forced_manual": 2}, _BUDGETS),
-        Part(_LONG, 8192, dict.fromkeys(_ANSWERS, 8), _BUDGETS),
-        Part(_LONG, 16384, dict.fromkeys(_ANSWERS, 4), _BUDGETS),
-        Part(_LONG, 32768, dict.fromkeys(_ANSWERS, 4), _BUDGETS),
+        *(
+            Part(_LONG, tokens, dict.fromkeys(_ANSWERS, 4), _BUDGETS)
+            for tokens in (8192, 16384, 32768)
+        ),
     ),
 }
