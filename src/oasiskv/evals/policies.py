@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from oasiskv.evals.lanes.kv import LaneKV, by_query_head
-from oasiskv.ops.score.reference import block_scores
 
 
 @dataclass
@@ -52,10 +51,12 @@ class LayerView:
         return self.token_logits.shape[1]
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Block scores ``[Q, N, H, C]`` from block logits ``[Q, N, Hq, C]``."""
-        rows = logits.flatten(0, 1)[:, None]
-        scores = block_scores(rows, self.candidates.flatten(0, 1), self.kv_heads)
-        return torch.unflatten(scores, 0, logits.shape[:2])
+        """Block scores ``[Q, N, H, C]`` from block logits ``[Q, N, Hq, C]``.
+
+        ``ops.score.reference.block_scores`` of rows that all have candidates.
+        """
+        shares = logits.masked_fill(~self.candidates[:, :, None], -torch.inf).softmax(-1)
+        return torch.unflatten(shares, 2, (self.kv_heads, -1)).mean(3)
 
 
 def best_blocks(scores: Tensor, candidates: Tensor, counts: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ class Quest(Policy):
 
     def score(self, view: LayerView) -> Tensor:
         """See ``Policy``."""
-        return view.kv.minmax_logits(view.layer, view.queries, view.lanes, 1.0, view.scale)
+        return view.kv.bound_logits(view.layer, view.queries, view.lanes, view.scale)
 
     def every(self, layer: int) -> bool:
         """See ``Policy``."""

@@ -79,7 +79,7 @@ class LaneAttention:
     def __init__(self, kv: LaneKV, config: OasisConfig, lanes: Lanes, sums: Sums) -> None:
         self._kv, self._config, self._lanes, self._sums = kv, config, lanes, sums
         self._round: _Round | None = None
-        self._before: dict[int, Tensor] = {}
+        self._before = torch.zeros(0)
         self.queries: list[Tensor] = []
         self.held = torch.zeros(0)
 
@@ -116,6 +116,23 @@ class LaneAttention:
         self.queries = []
         self._prompt = prompt
 
+    def finish(self) -> None:
+        """The forward is done: keep the last query of each policy's lane, and count moves.
+
+        Of a prompt every lane keeps the last one.
+        """
+        now = self._round
+        assert now is not None
+        if self._prompt:
+            last = torch.stack([queries[:, -1:] for queries in self.queries])
+            self._before = last.repeat(1, 1, len(self._lanes.counts), 1, 1)
+        elif now.chosen is not None and not now.everything:
+            own = torch.stack([queries[:, now.chosen.rows] for queries in self.queries])
+            running = now.rows.running[now.chosen.running]
+            kept = self._before[:, :, running]
+            self._before[:, :, running] = now.rows.newest(own, kept, now.chosen)
+            self._sums.settle_moves(now.rows, now.chosen)
+
     def attend(self, layer: int, query: Tensor, kv: Tensor, scale: float) -> Tensor:
         """Write new KV and attend; ``AttentionBatch``."""
         now = self._round
@@ -126,7 +143,6 @@ class LaneAttention:
         self._kv.write(layer, now.rows, torch.unflatten(kv, 0, shape))
         mask = partial(self._mask, layer, now, queries, scale)
         out = self._kv.attend(layer, queries, now.rows, scale, mask)
-        self._remember(layer, now, queries)
         return out.to(query.dtype).flatten(0, 1)
 
     def _mask(
@@ -138,7 +154,7 @@ class LaneAttention:
             return logits.masked_fill_(hidden, -torch.inf)
         chosen = self._choose(layer, now, queries, scale, logits) & now.candidates[:, :, None]
         if now.chosen is not None:
-            self._sums.move(layer, now.rows, now.chosen, chosen[:, now.chosen.rows])
+            self._sums.move(chosen[:, now.chosen.rows])
         attended = chosen | now.always[:, :, None]
         if now.picked is not None:
             self._sums.measure(
@@ -181,14 +197,3 @@ class LaneAttention:
         stale = queries.roll(1, dims=1)
         stale[:, now.rows.firsts] = self._before[layer][:, now.rows.running]
         return stale
-
-    def _remember(self, layer: int, now: _Round, queries: Tensor) -> None:
-        """Keep the last query of each policy's lane; of a prompt, every lane keeps it."""
-        if self._prompt:
-            lanes = len(self._lanes.counts)
-            self._before[layer] = queries[:, -1:].expand(-1, lanes, -1, -1).clone()
-        elif now.chosen is not None and not now.everything:
-            running = now.rows.running[now.chosen.running]
-            kept = self._before[layer][:, running]
-            own = queries[:, now.chosen.rows]
-            self._before[layer][:, running] = now.rows.newest(own, kept, now.chosen)

@@ -179,6 +179,7 @@ class LaneDecoder:
             use_cache=False,
             oasis_batch=self._attention,
         ).logits[0]
+        self._attention.finish()
         return torch.unflatten(torch.as_tensor(logits).float(), 0, rows.tokens.shape)
 
     def _accept(

@@ -17,7 +17,6 @@ from oasiskv.core.geometry import KVGeometry
 from oasiskv.evals.lanes.rows import Rows
 from oasiskv.hf.prefill import Prefilled
 from oasiskv.ops.digest.reference import build_keys4, build_minmax, dequantize_keys4
-from oasiskv.ops.score.reference import minmax_logits
 
 NOWHERE = 2**40
 """Block number of padding: after every block that there is."""
@@ -67,8 +66,8 @@ class LaneKV:
                 self._shared[layer, q, :, :count] = tiles[:count].transpose(0, 1)
                 if rest:
                     self._tail[layer, q, :, :, 0, :rest] = tiles[count, :, :rest]
-        self._shared4, self._shared_minmax = _digests(self._shared)
-        self._tail4, self._tail_minmax = _digests(self._tail)
+        self._shared4, self._shared_range = _digests(self._shared)
+        self._tail4, self._tail_range = _digests(self._tail)
         blocks = torch.arange(max(counts), device=device).expand(len(counts), -1)
         blocks = blocks.masked_fill(blocks >= self.first_tail[:, None], NOWHERE)
         after = self.first_tail[:, None] + torch.arange(tail_blocks, device=device)
@@ -110,7 +109,7 @@ class LaneKV:
         questions, lanes, blocks = torch.tensor(closed, device=self._tail.device).unbind(1)
         where = (slice(None), questions, lanes, slice(None), blocks - self.first_tail[questions])
         # Indices on both sides of a slice: what they pick comes first, ``[n, L, H, B, 2 * D]``.
-        self._tail4[where], self._tail_minmax[where] = _digests(self._tail[where])
+        self._tail4[where], self._tail_range[where] = _digests(self._tail[where])
 
     def attend(
         self,
@@ -161,15 +160,15 @@ class LaneKV:
         dots = _dots(queries * scale, self._shared4[layer], self._tail4[layer][:, lanes])
         return by_query_head(dots.logsumexp(-1))
 
-    def minmax_logits(
-        self, layer: int, queries: Tensor, lanes: Tensor, mix: float, scale: float
-    ) -> Tensor:
-        """Block logits by minimum and maximum, ``[Q, N, Hq, C]``; see ``ops.score.reference``."""
-        shared, tail = self._shared_minmax[layer], self._tail_minmax[layer][:, lanes]
-        ours = minmax_logits(queries, shared.transpose(1, 2), mix, scale)
-        each = tail.flatten(0, 1).transpose(1, 2)
-        theirs = minmax_logits(queries.flatten(0, 1)[:, None], each, mix, scale)
-        return torch.cat((ours, theirs.reshape(*ours.shape[:3], -1)), dim=-1)
+    def bound_logits(self, layer: int, queries: Tensor, lanes: Tensor, scale: float) -> Tensor:
+        """Upper bounds by minimum and maximum, ``[Q, N, Hq, C]``; arguments of ``keys4_logits``.
+
+        ``ops.score.reference.minmax_logits`` with ``mix = 1``, as one product: of ``[q, |q|]`` with
+        the middle and half the range of the keys.
+        """
+        both = torch.cat((queries, queries.abs()), dim=-1) * scale
+        dots = _dots(both, self._shared_range[layer], self._tail_range[layer][:, lanes])
+        return by_query_head(dots[..., 0])
 
 
 def by_query_head(rows: Tensor) -> Tensor:
@@ -201,5 +200,7 @@ def _dots(queries: Tensor, shared: Tensor, tails: Tensor, unseen: Tensor | None 
 
 
 def _digests(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys as 4 bits hold them ``[..., B, D]``, and their minima and maxima ``[..., 2, D]``."""
-    return dequantize_keys4(build_keys4(tiles)), build_minmax(tiles)
+    """Keys as 4 bits hold them ``[..., B, D]``, and ``[..., 1, 2 * D]`` for ``bound_logits``."""
+    low, high = build_minmax(tiles).unbind(-2)
+    middle_and_half = torch.cat(((high + low) / 2, (high - low) / 2), dim=-1)
+    return dequantize_keys4(build_keys4(tiles)), middle_and_half.unsqueeze(-2)

@@ -98,15 +98,15 @@ class Rows:
         """Last row of each lane of a part that is none of padding.
 
         Args:
-            rows: ``[Q, n, ...]``, rows of the part.
-            before: ``[Q, R, ...]`` of its lanes, what to give where there is padding only.
+            rows: ``[L, Q, n, ...]``, rows of the part in all layers.
+            before: ``[L, Q, R, ...]`` of its lanes, what to give where there is padding only.
             part: the part.
         """
-        newest = rows[self.questions, self.last[:, part.running] - part.rows.start]
+        newest = rows[:, self.questions, self.last[:, part.running] - part.rows.start]
         if self.some is None:
             return newest
         some = self.some[:, part.running]
-        return torch.where(some.reshape(*some.shape, *[1] * (rows.dim() - 2)), newest, before)
+        return torch.where(some.reshape(*some.shape, *[1] * (rows.dim() - 3)), newest, before)
 
 
 def lay_out(segments: Sequence[Sequence[Segment]], spare: int, device: torch.device) -> Rows:

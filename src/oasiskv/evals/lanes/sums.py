@@ -50,6 +50,7 @@ class Sums:
         )
         self._has_last = torch.zeros((questions, lanes), dtype=torch.bool, device=device)
         self._round: list[tuple[Tensor, Tensor]] = []
+        self._chosen: list[Tensor] = []
 
     def means(self, question: int, lane: int) -> tuple[Tensor | None, Tensor | None]:
         """Mass and recall, ``[layers, KV heads]`` each; None where none was measured."""
@@ -118,26 +119,31 @@ class Sums:
             # [L, n, H] -> [L, H, n]
             total.index_add_(2, at, (part * weight[:, None]).mT)
 
-    def move(self, layer: int, rows: Rows, part: Part, chosen: Tensor) -> None:
+    def move(self, chosen: Tensor) -> None:
+        """Take what policies chose in one layer; ``settle_moves`` counts.
+
+        Args:
+            chosen: bool ``[Q, n, Hq, C]`` of their rows.
+        """
+        self._chosen.append(torch.unflatten(chosen, 2, (self._last.shape[3], -1)).any(3))
+
+    def settle_moves(self, rows: Rows, part: Part) -> None:
         """Count what a fast tier of exactly the chosen tiles would fetch, row after row.
 
         Args:
-            layer: the layer.
             rows: the round.
-            part: rows of lanes that have as many of them each.
-            chosen: bool ``[Q, n, Hq, C]`` of these rows.
+            part: rows of policies, of which every lane has as many.
         """
         lanes = rows.running[part.running]
         split = (len(lanes), -1)
-        valid = torch.unflatten(rows.valid[:, part.rows], 1, split)
-        by_head = torch.unflatten(chosen, 2, (self._last.shape[3], -1)).any(3)
-        tiles = torch.unflatten(by_head, 1, split)
-        last = self._last[layer][:, lanes]
-        before = torch.cat((last[:, :, None], tiles[:, :, :-1]), dim=2)
-        counted = valid.clone()
+        tiles = torch.unflatten(torch.stack(self._chosen), 2, split)
+        self._chosen = []
+        last = self._last[:, :, lanes]
+        before = torch.cat((last[:, :, :, None], tiles[:, :, :, :-1]), dim=3)
+        counted = torch.unflatten(rows.valid[:, part.rows], 1, split).clone()
         counted[:, :, 0] &= self._has_last[:, lanes]
-        self._moved[:, lanes] += ((tiles & ~before).sum((-1, -2)) * counted).sum(-1)
-        self._last[layer][:, lanes] = rows.newest(by_head, last, part)
-        if layer == len(self._last) - 1:
-            self._moved_rows[:, lanes] += counted.sum(-1)
-            self._has_last[:, lanes] |= rows.counts[:, part.running] > 0
+        moved = (tiles & ~before).sum((0, -1, -2))
+        self._moved[:, lanes] += (moved * counted).sum(-1)
+        self._moved_rows[:, lanes] += counted.sum(-1)
+        self._last[:, :, lanes] = rows.newest(tiles.flatten(2, 3), last, part)
+        self._has_last[:, lanes] |= rows.counts[:, part.running] > 0
