@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import isnan
 from pathlib import Path
 
-from oasiskv.evals.methods import DENSE
+from oasiskv.evals.methods import DENSE, METHODS
 from oasiskv.evals.suite.rows import Row
 from oasiskv.evals.suite.tables import MIB, figure, of, sections, settings, usable
 
@@ -15,17 +15,23 @@ def plot(rows: Sequence[Row], path: Path, seed: int) -> None:
     from matplotlib.figure import Figure
 
     titled = sections(rows)
-    canvas = Figure(figsize=(11, 3.6 * len(titled)), layout="constrained")
+    canvas = Figure(figsize=(12, 3.4 * len(titled)), layout="constrained")
     axes = canvas.subplots(len(titled), 2, squeeze=False)
+    known = list(METHODS)
+    lines = {}
     for (by_budget, by_bytes), (title, asked) in zip(axes, titled.items(), strict=True):
         own = usable(asked)
         name = "score" if asked[0].kind == "answer" else "agree"
         for axis, label in ((by_budget, "K, tokens"), (by_bytes, "moved, MiB a step")):
             axis.set(xlabel=label, ylabel=name, title=title)
             dense = figure(of(own, DENSE, 0), name, seed)
-            axis.axhline(dense.mean, ls="--", color="gray", label=DENSE)
-        for method in dict.fromkeys(row.method for row in own if row.method != DENSE):
-            budgets = [budget for each, budget in settings(own) if each == method]
+            lines[DENSE] = axis.axhline(dense.mean, ls="--", color="gray")
+        for method in known:
+            budgets = [budget for each, budget in settings(own) if each == method and budget]
+            if not budgets:
+                continue
+            # A colour of its own in all pictures, and beside the others where it would hide them.
+            place = known.index(method)
             points = [of(own, method, budget) for budget in budgets]
             found = [figure(point, name, seed) for point in points]
             moved = [figure(point, "moved_bytes", seed).mean / MIB for point in points]
@@ -34,8 +40,15 @@ def plot(rows: Sequence[Row], path: Path, seed: int) -> None:
                 [0 if isnan(each.low) else each.mean - each.low for each in found],
                 [0 if isnan(each.high) else each.high - each.mean for each in found],
             )
-            by_budget.errorbar(budgets, means, spread, marker="o", capsize=2, label=method)
-            by_bytes.plot(moved, means, marker="o", label=method)
-        by_bytes.set_xscale("symlog", linthresh=0.1)
-        by_budget.legend(fontsize="x-small")
+            style = {"marker": "o", "ms": 4, "color": f"C{place % 10}"}
+            style["ls"] = "-" if place < 10 else ":"
+            beside = [budget * 1.015 ** (place - len(known) / 2) for budget in budgets]
+            lines[method] = by_budget.errorbar(beside, means, spread, capsize=2, **style)
+            by_bytes.plot(moved, means, **style)
+        budgets = sorted({row.budget for row in own if row.budget})
+        by_budget.set_xscale("log", base=2)
+        by_budget.set_xticks(budgets, [str(budget) for budget in budgets])
+        by_bytes.set_xscale("log")
+    shown = sorted(lines, key=known.index)
+    canvas.legend([lines[name] for name in shown], shown, loc="outside right upper", fontsize=8)
     canvas.savefig(path)
