@@ -97,10 +97,8 @@ class Selector:
             ``(blocks, wanted)``: int64 and bool ``[layers, heads, min(slots, blocks)]``, the least
             wanted first, so that among equally old slots the worst block is evicted first.
         """
-        order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :slots]
-        rank = torch.arange(order.shape[-1], device=order.device)
-        wanted = (rank < self._config.budget_blocks).expand_as(order)
-        return order.flip(-1) + self._config.sink_blocks, wanted.flip(-1)
+        best, wanted = least_wanted_first(scores, slots, self._config.budget_blocks)
+        return best + self._config.sink_blocks, wanted
 
     def _layer_plans(self, plan: Plan, residents: ResidentMap) -> list[LayerPlan]:
         sources = _shift(plan.sources, self._config.sink_blocks)
@@ -110,6 +108,25 @@ class Selector:
             LayerPlan(sources[layer], plan.victims[layer], last_wanted[layer])
             for layer in range(sources.shape[0])
         ]
+
+
+def least_wanted_first(
+    scores: torch.Tensor, slots: int, budget: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best blocks, the worst of them first; ties to the lower index.
+
+    Args:
+        scores: ``[..., blocks]``.
+        slots: how many there are to be.
+        budget: how many of them are wanted.
+
+    Returns:
+        Index of each among the scores, and which are wanted: int64 and bool
+        ``[..., min(slots, blocks)]``.
+    """
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :slots]
+    rank = torch.arange(order.shape[-1], device=order.device)
+    return order.flip(-1), (rank < budget).expand_as(order).flip(-1)
 
 
 def top_blocks(scores: torch.Tensor, budget: int) -> torch.Tensor:

@@ -77,6 +77,22 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return kept / kept.sum()
 
 
+def accept_known(drafts: Sequence[int], known: Sequence[int]) -> list[int]:
+    """Accept a prefix of the drafts where what follows is known, and one token after it.
+
+    Args:
+        drafts: token ids; a held-back draft is left out by the caller.
+        known: token ids that follow, at least one.
+
+    Returns:
+        The drafts that agree, then the known token after them, if there is one.
+    """
+    agreed = 0
+    while agreed < min(len(drafts), len(known)) and drafts[agreed] == known[agreed]:
+        agreed += 1
+    return list(known[: agreed + 1])
+
+
 def verify(
     logits: Tensor,
     drafts: Sequence[int],

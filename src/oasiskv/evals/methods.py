@@ -27,6 +27,11 @@ from oasiskv.evals.policies import (
 HOT_OVER_BUDGET = 1.5
 
 
+def hot_tokens_of(budget_tokens: int) -> int:
+    """S of a budget K, in whole blocks."""
+    return int(budget_tokens * HOT_OVER_BUDGET) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
 @dataclass(frozen=True)
 class Known:
     """What a draft source may be told.
@@ -80,11 +85,10 @@ class Setting:
     @classmethod
     def of(cls, method: str, budget_tokens: int) -> "Setting":
         """One of ``METHODS`` with K = ``budget_tokens``; everything else is the default."""
-        hot = int(budget_tokens * HOT_OVER_BUDGET) // BLOCK_TOKENS * BLOCK_TOKENS
         found = METHODS[method]
         config = OasisConfig(
             budget_tokens=budget_tokens,
-            hot_tokens=hot,
+            hot_tokens=hot_tokens_of(budget_tokens),
             lookahead=found.lookahead,
             **dict(found.settings),
         )

@@ -12,7 +12,7 @@ from oasiskv.core.selection import Selection
 from oasiskv.core.tiering import LATEST_QUERIES, Tiering
 from oasiskv.drafts.base import DraftSource, NoDrafts
 from oasiskv.drafts.lookahead import LookaheadMode, lookahead_row, split_drafts
-from oasiskv.drafts.verify import Sampling, verify
+from oasiskv.drafts.verify import Sampling, accept_known, verify
 from oasiskv.errors import ConfigError, OasisError, PromptError, StoreFullError, TransferError
 from oasiskv.hf.admission import check_prompt, check_store, make_request
 from oasiskv.hf.batch import Segment, StepBatch
@@ -307,10 +307,7 @@ class Engine:
         verified, _ = split_drafts(drafts, self.config.lookahead)
         forced = request.forced[len(request.output) :]
         if forced:
-            agreed = 0
-            while agreed < min(len(verified), len(forced)) and verified[agreed] == forced[agreed]:
-                agreed += 1
-            return forced[: agreed + 1]
+            return accept_known(verified, forced)
         return verify(logits[: len(verified) + 1], verified, request.sampling, request.generator)
 
     def _emit(self, request: Request, accepted: list[int]) -> list[StepOutput]:

@@ -7,8 +7,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from oasiskv.config import BLOCK_TOKENS
 from oasiskv.errors import ConfigError
+from oasiskv.evals.methods import hot_tokens_of
 from oasiskv.evals.tasks import TASKS
 from oasiskv.hf.loading import load_model, pick_device
 from oasiskv.hf.tokens import load_tokenizer
@@ -46,8 +46,7 @@ def record_command(
     # Recording takes minutes: what cannot be written is to be known before.
     if not out.parent.is_dir():
         raise ConfigError(f"out={out}: there is no folder {out.parent}; make it first")
-    slots = budget * 3 // (2 * BLOCK_TOKENS) * BLOCK_TOKENS if hot is None else hot
-    config = recording_config(budget, slots, digest)
+    config = recording_config(budget, hot_tokens_of(budget) if hot is None else hot, digest)
     folder = resolve_model(model)
     [question] = TASKS[task].make(load_tokenizer(folder), 1, tokens, seed)
     loaded = load_model(folder, device=pick_device(device))

@@ -40,6 +40,7 @@ class _Round:
     Args:
         rows: what is computed.
         picked: rows to measure.
+        prompt: the rows are of prompts.
         everything: rows see everything, as a prompt's do.
         policies: those whose lanes compute, and their rows.
         chosen: the rows of all policies.
@@ -52,6 +53,7 @@ class _Round:
 
     rows: Rows
     picked: Picked | None
+    prompt: bool
     everything: bool
     policies: list[tuple[Policy, Part]]
     chosen: Part | None
@@ -104,6 +106,7 @@ class LaneAttention:
         self._round = _Round(
             rows,
             picked,
+            prompt,
             prompt or lanes.all_dense,
             policies,
             rows.part(range(lanes.hot.start)),
@@ -114,7 +117,6 @@ class LaneAttention:
             lanes.counts[rows.lanes],
         )
         self.queries = []
-        self._prompt = prompt
 
     def finish(self) -> None:
         """The forward is done: keep the last query of each policy's lane, and count moves.
@@ -123,7 +125,7 @@ class LaneAttention:
         """
         now = self._round
         assert now is not None
-        if self._prompt:
+        if now.prompt:
             last = torch.stack([queries[:, -1:] for queries in self.queries])
             self._before = last.repeat(1, 1, len(self._lanes.counts), 1, 1)
         elif now.chosen is not None and not now.everything:

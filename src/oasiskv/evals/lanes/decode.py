@@ -79,8 +79,9 @@ class LaneDecoder:
         if assistant is not None:
             prompts = {each.name: len(each.prompt) for each in asked}
             shared = SharedDrafts(assistant, prompts, config.draft_tokens)
-        dense_only = all(each.method.name == DENSE for each in self.settings)
-        self._sources = [drafts_of(each, asked, shared, dense_only) for each in self.settings]
+        who = lanes_of(self.settings, seed, self._device)
+        self._hot = who.hot
+        self._sources = [drafts_of(each, asked, shared, who.all_dense) for each in self.settings]
         self.tracks = [[track_of(one, each) for each in self.settings] for one in asked]
         self._steps = [[0] * lanes for _ in asked]
         self._rounds = 0
@@ -92,8 +93,6 @@ class LaneDecoder:
         )
         self.block_of = self._kv.block_of
         self._sums = Sums(loaded.geometry, self.block_of.shape, lanes, self._device)
-        who = lanes_of(self.settings, seed, self._device)
-        self._hot = who.hot
         self._attention = LaneAttention(self._kv, config, who, self._sums)
         self.hot_sets = self._decode_prompts()
         self._hold()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from oasiskv.config import OasisConfig
-from oasiskv.core.selection import top_blocks
+from oasiskv.core.selection import least_wanted_first, top_blocks
 from oasiskv.ops.plan.reference import make_plan
 
 
@@ -31,14 +31,11 @@ class HotSets:
         self.config = config
         shape = (scores.shape[0], scores.shape[1], lanes, scores.shape[2])
         ranked = scores.masked_fill(~candidates[:, None], -torch.inf)
-        order = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : config.hot_blocks]
-        # The least wanted first, so that among equally old slots the worst block goes first.
-        blocks = order.flip(-1)[:, :, None]
-        self._resident = blocks.expand(*shape, -1).clone()
-        rank = torch.arange(config.hot_blocks, device=scores.device).flip(0)
+        blocks, wanted = least_wanted_first(ranked, config.hot_blocks, config.budget_blocks)
+        self._resident = blocks[:, :, None].expand(*shape, -1).clone()
         # Rounds count from 1; the prompt's end is 0.
-        last_wanted = torch.where(rank < config.budget_blocks, 0, -1)
-        self._last_wanted = last_wanted.expand_as(self._resident).clone()
+        last_wanted = torch.where(wanted, 0, -1)
+        self._last_wanted = last_wanted[:, :, None].expand(*shape, -1).clone()
         mask_shape = (*shape, scores.shape[-1])
         self.mask = torch.zeros(mask_shape, dtype=torch.bool, device=scores.device)
         self.mask.scatter_(-1, self._resident, True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from oasiskv.drafts.base import DraftSource
 from oasiskv.drafts.lookahead import LookaheadMode, split_drafts
+from oasiskv.drafts.verify import accept_known
 from oasiskv.evals.lanes.rows import Segment
 
 
@@ -69,12 +70,9 @@ class Track:
             The tokens that the step gains.
         """
         verified, _ = split_drafts(self.drafts, self.mode)
-        wanted = self.forced[self.decoded :] or list(best)
-        agreed = 0
-        while agreed < min(len(verified), len(wanted)) and verified[agreed] == wanted[agreed]:
-            agreed += 1
+        known = self.forced[self.decoded :] or best
         before = len(self.tokens)
-        for token in wanted[: agreed + 1]:
+        for token in accept_known(verified, known):
             self.tokens.append(token)
             chosen = self.decoded > len(self.forced)
             if self.decoded == self.limit or (token in self.stops and chosen):

@@ -92,7 +92,7 @@ class RowFile:
     @property
     def rows(self) -> list[Row]:
         """Of all units, in one order whatever the order in which they ended."""
-        return [row for name in sorted(self.units) for row in self.units[name]]
+        return _in_order(self.units)
 
     def add(self, unit: str, rows: list[Row]) -> None:
         """Keep one more unit."""
@@ -110,8 +110,7 @@ def read_rows(path: Path) -> list[Row]:
     """
     if not path.is_file():
         raise ConfigError(f"{path} is not there: a folder that `oasiskv eval --suite` wrote to")
-    units = _read(path)[1]
-    return [row for name in sorted(units) for row in units[name]]
+    return _in_order(_read(path)[1])
 
 
 def _read(path: Path) -> tuple[Any, dict[str, list[Row]], list[str]]:
@@ -128,6 +127,10 @@ def _read(path: Path) -> tuple[Any, dict[str, list[Row]], list[str]]:
             f"{path} holds no results of this program ({error!r}): give another --out"
         ) from error
     return found, units, lines
+
+
+def _in_order(units: dict[str, list[Row]]) -> list[Row]:
+    return [row for name in sorted(units) for row in units[name]]
 
 
 def _tuples(entry: dict[str, Any]) -> dict[str, Any]:
