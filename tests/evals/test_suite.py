@@ -183,10 +183,40 @@ def test_tables(rows):
         "| oasis-none | 512 | 0.333 (0.000 to 1.000) | 0.667 (-1.000 to 1.000) | 1.00 | "
         "0.33 (0.00 to 1.00) |" in text
     )
-    assert "Answers: m, 100 tokens, t, oasis-none, K = 512: 0.667" in text
+    # Three questions are too few for a loss to be called the worst.
+    assert "Where most is lost" not in text
     assert "All: 3 questions." in text
     assert settings(rows) == [("dense", 0), ("oasis-none", 512), ("oasis-none", 1024)]
     assert list(sections(rows)) == ["Answers: m, 100 tokens"]
+
+
+def test_a_task_that_dense_never_answers_keeps_its_column(rows):
+    none = [replace(each, task="s", score=0.0, dense_score=0.0) for each in rows]
+    both = [*(replace(each, task="r") for each in rows), *none, *rows]
+    text = markdown(both, 0)
+    assert "MiB moved a step | r, 3 of 4 | s, 0 of 4 | t, 3 of 4 |" in text
+    [line] = [line for line in text.splitlines() if line.startswith("| oasis-none | 512 | 0.3")]
+    assert line.endswith("| 0.33 (0.00 to 1.00) | - | 0.33 (0.00 to 1.00) |")
+
+
+def test_the_largest_losses():
+    answers = [
+        replace(row(method, budget, f"{task}{group}", score=score, dense_score=1.0), task=task)
+        for task, shares in (("a", (1.0, 0.0)), ("b", (0.5, 0.5)))
+        for (method, budget), score in zip(
+            (("dense", 0), ("oasis-none", 512), ("stale", 512)), (1.0, *shares), strict=True
+        )
+        for group in range(5)
+    ]
+    text = markdown(answers, 0)
+    lost = text[text.index("## Where most is lost") : text.index("## What is attended")]
+    # Five equal answers of five: Clopper and Pearson's .522; stale is not OasisKV.
+    assert [
+        line for line in lost.splitlines() if line.startswith("| oasis") or "stale" in line
+    ] == [
+        "| oasis-none | 512 | m | 100 | b | 0.500 (-0.283 to 0.761) | 5 |",
+        "| oasis-none | 512 | m | 100 | a | 0.000 (-0.522 to 0.522) | 5 |",
+    ]
 
 
 def test_tables_of_two_runs_one_of_which_has_a_method_more(rows):

@@ -10,8 +10,11 @@ from oasiskv.evals.statistics import SHARE, Estimate, difference, estimate
 from oasiskv.evals.suite.rows import Row
 
 MIB = 2**20
-LEAST = 3
-"""Questions that a task must have for its loss to be called the worst."""
+LEAST = 5
+"""Questions that dense must answer of a task for its loss to be called one of the largest: of
+fewer, hardly any loss is outside what chance gives."""
+WORST = 5
+"""How many of the largest losses are shown."""
 Grouped = dict[str, list[float]]
 BOUNDS = {
     "score": SHARE,
@@ -93,10 +96,11 @@ def markdown(rows: Sequence[Row], seed: int) -> str:
 
 def _answers(rows: list[Row], seed: int) -> str:
     own = answered(rows)
-    asked = {task: of(each, DENSE, 0) for task, each in tasks(rows).items()}
-    heads = [
-        f"{task}, {len(answered(each))} of {len(each)}" for task, each in sorted(asked.items())
-    ]
+    per_task = sorted(tasks(rows).items())
+    heads = []
+    for task, each in per_task:
+        asked = of(each, DENSE, 0)
+        heads.append(f"{task}, {len(answered(asked))} of {len(asked)}")
     anchor = by_group(of(own, DENSE, 0), "score")
     lines = [
         "Scores; after each task how many of its questions dense answers, at least in part: the "
@@ -106,13 +110,12 @@ def _answers(rows: list[Row], seed: int) -> str:
     for method, budget in settings(own):
         mine = of(own, method, budget)
         less = _less(anchor, mine, seed)
-        per_task = [
-            cell(figure(of(each, method, budget), "score", seed), 2)
-            for _, each in sorted(tasks(own).items())
-        ]
-        missing = ["-"] * (len(heads) - len(per_task))
         cells = [cell(figure(mine, "score", seed)), cell(less), _moved(mine, seed)]
-        lines.append(_line(method, budget, [*cells, *per_task, *missing]))
+        cells += [
+            cell(figure(answered(of(each, method, budget)), "score", seed), 2)
+            for _, each in per_task
+        ]
+        lines.append(_line(method, budget, cells))
     lines.append(f"\nAll: {len(anchor)} questions.")
     return "\n".join(lines)
 
@@ -161,19 +164,26 @@ def _diagnostics(rows: Sequence[Row], seed: int) -> str:
 
 
 def _worst(rows: Sequence[Row], seed: int) -> str:
-    """The task and setting where OasisKV loses most, of those with enough questions to say so."""
+    """The tasks and settings where OasisKV loses most, of those with questions enough to say so."""
     losses = []
-    for title, asked in sections([row for row in rows if row.kind == "answer"]).items():
+    for asked in sections([row for row in rows if row.kind == "answer"]).values():
         for task, own in tasks(answered(asked)).items():
             anchor = by_group(of(own, DENSE, 0), "score")
             for method, budget in settings(own):
                 if method.startswith("oasis") and len(anchor) >= LEAST:
                     less = _less(anchor, of(own, method, budget), seed)
-                    losses.append((less.mean, f"{title}, {task}, {method}, K = {budget}", less))
+                    losses.append((method, budget, own[0], task, less))
     if not losses:
         return ""
-    _, what, less = max(losses, key=lambda loss: loss[0])
-    return f"{what}: {cell(less)} less than dense, n = {less.groups}."
+    lines = [
+        f"The {WORST} largest losses of OasisKV, of tasks of which dense answers at least {LEAST} "
+        "questions.\n",
+        _head(["model", "tokens", "task", "less than dense by", "n"]),
+    ]
+    for method, budget, one, task, less in sorted(losses, key=lambda loss: -loss[-1].mean)[:WORST]:
+        cells = [one.model, f"{one.tokens:,}", task, cell(less), str(less.groups)]
+        lines.append(_line(method, budget, cells))
+    return "\n".join(lines)
 
 
 def _less(anchor: Grouped, rows: Sequence[Row], seed: int) -> Estimate:
