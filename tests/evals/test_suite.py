@@ -151,7 +151,8 @@ def test_suites_name_what_there_is():
             assert set(part.tasks) <= set(TASKS)
             left_out = {name for name in METHODS if name not in part.methods}
             ablations = {name for name, method in METHODS.items() if method.ablation}
-            if part.ablations:
+            if part.only:
+                assert set(part.only) <= set(METHODS)
                 assert not ablations & left_out
             else:
                 assert left_out - {ASSISTED} == ablations

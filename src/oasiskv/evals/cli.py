@@ -1,6 +1,5 @@
 """``oasiskv eval``: accuracy and traffic on real weights and real text."""
 
-import importlib.util
 import json
 from enum import StrEnum
 from pathlib import Path
@@ -8,31 +7,21 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.progress import Progress
 from rich.table import Table
 
-from oasiskv import __version__
 from oasiskv.config import OasisConfig
 from oasiskv.data import data_path
-from oasiskv.errors import ConfigError, PromptError
+from oasiskv.errors import PromptError
 from oasiskv.evals import churn, digests, retrieval
-from oasiskv.evals.suite.compare import compare
-from oasiskv.evals.suite.jobs import JOBS, batches_of
-from oasiskv.evals.suite.jobs import run as run_batches
-from oasiskv.evals.suite.plots import plot
-from oasiskv.evals.suite.rows import RowFile, read_rows
-from oasiskv.evals.suite.suites import SUITES
-from oasiskv.evals.suite.tables import cell, markdown
+from oasiskv.evals.suite.cli import Device, app
 from oasiskv.hf.loading import load_model, pick_device
 from oasiskv.hf.tokens import encode, load_tokenizer
 from oasiskv.models.resolve import resolve_model
 
-app = typer.Typer()
+__all__ = ["app"]
 
 TEXT = "texts/persuasion.txt"
-
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; default what is there")]
 
 
 class Question(StrEnum):
@@ -40,88 +29,6 @@ class Question(StrEnum):
 
     PROMPT = "prompt"
     DECODED = "decoded"
-
-
-class SuiteName(StrEnum):
-    """A suite of tasks."""
-
-    QUICK = "quick"
-    ABLATION = "ablation"
-    FULL = "full"
-
-
-@app.callback(invoke_without_command=True)
-def suite_command(
-    context: typer.Context,
-    suite: Annotated[
-        SuiteName | None,
-        typer.Option(
-            help="quick: all methods, minutes on two CPU cores; ablation: what OasisKV's own "
-            "settings cost, likewise; full: a GPU"
-        ),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option(help="folder of results; a run that was killed goes on there")
-    ] = Path("oasiskv-eval"),
-    seed: Annotated[int, typer.Option(help="of tasks and methods")] = 0,
-    jobs: Annotated[int | None, typer.Option(help="processes at once", min=1)] = None,
-    device: Device = None,
-) -> None:
-    """Measure accuracy and traffic: a suite of tasks with every method, or one of the commands."""
-    if context.invoked_subcommand is not None:
-        return
-    if suite is None:
-        raise ConfigError(f"give --suite {' or '.join(SUITES)}, or a command: see --help")
-    _require_packages()
-    where = pick_device(device)
-    described = {"oasiskv": __version__, "suite": suite.value, "seed": seed, "device": where.type}
-    kept = RowFile(out / "rows.jsonl", described)
-    batches, there = batches_of(SUITES[suite.value], seed, kept, where)
-    total = there + sum(len(batch.questions) for batch in batches)
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task(suite.value, total=total, completed=there)
-        count = jobs or JOBS[where.type]
-        run_batches(batches, where, count, kept, lambda: progress.advance(task))
-    text = markdown(kept.rows, seed)
-    (out / "tables.md").write_text(text, encoding="utf-8")
-    plot(kept.rows, out / "quality.png", seed)
-    Console().print(Markdown(text))
-
-
-@app.command("tables")
-def tables_command(
-    runs: Annotated[list[Path], typer.Argument(help="folders of runs, of different seeds say")],
-) -> None:
-    """Print the tables of several runs together, as Markdown."""
-    _require_packages()
-    rows = [row for folder in runs for row in read_rows(folder / "rows.jsonl")]
-    typer.echo(markdown(rows, seed=0), nl=False)
-
-
-@app.command("compare")
-def compare_command(
-    first: Annotated[Path, typer.Argument(help="folder of a run")],
-    second: Annotated[Path, typer.Argument(help="folder of another one, of another seed say")],
-) -> None:
-    """Count the figures of the second run that are inside the first one's intervals."""
-    _require_packages()
-    ours, theirs = (read_rows(folder / "rows.jsonl") for folder in (first, second))
-    figures = compare(ours, theirs, seed=0)
-    outside = [each for each in figures if not each.inside]
-    table = Table("outside", "first", "second")
-    for each in outside:
-        table.add_row(each.what, cell(each.first, 4), cell(each.second, 4))
-    if outside:
-        Console().print(table)
-    Console().print(f"{len(figures) - len(outside)} of {len(figures)} figures are inside")
-
-
-def _require_packages() -> None:
-    missing = [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"a suite needs {' and '.join(missing)}: pip install 'oasiskv[eval,models]'"
-        )
 
 
 @app.command("retrieval")

@@ -11,6 +11,7 @@ from multiprocessing import get_context
 import torch
 from transformers import PreTrainedModel
 
+from oasiskv.errors import ConfigError
 from oasiskv.evals.suite.rows import Row, RowFile
 from oasiskv.evals.suite.run import Batch, measure
 from oasiskv.evals.suite.suites import Part
@@ -30,11 +31,22 @@ JOBS = {"cpu": 2, "cuda": 1}
 
 
 def batches_of(
-    parts: Sequence[Part], seed: int, kept: RowFile, device: torch.device
+    parts: Sequence[Part],
+    seed: int,
+    kept: RowFile,
+    device: torch.device,
+    at_once: int | None = None,
 ) -> tuple[list[Batch], int]:
     """What is to be measured, part by part, and how many questions of it are there already.
 
     Questions that take about as many steps are put together.
+
+    Args:
+        parts: of a suite.
+        seed: of tasks and methods.
+        kept: what was measured before.
+        device: where models run.
+        at_once: most questions of a batch; None: ``AT_ONCE``, or as many as ``MOST_TOKENS`` allow.
 
     Raises:
         PromptError: a task has no such length.
@@ -51,7 +63,7 @@ def batches_of(
         whole = Batch(part.model, part.tokens, (), part.budgets, part.methods, seed, part.assistant)
         todo = [each for each in every if whole.unit(each) not in kept.units]
         there += len(every) - len(todo)
-        size = max(1, min(AT_ONCE[device.type], MOST_TOKENS // part.tokens))
+        size = at_once or max(1, min(AT_ONCE[device.type], MOST_TOKENS // part.tokens))
         for _, kind in groupby(sorted(todo, key=_place), key=lambda each: each.kind):
             own = list(kind)
             batches += [
@@ -108,7 +120,14 @@ def run(
 
 def _measure(batch: Batch, device: str) -> dict[str, list[Row]]:
     assistant = None if batch.assistant is None else _load_assistant(batch.assistant, device)
-    return measure(_load(batch.model, device), batch, assistant)
+    try:
+        return measure(_load(batch.model, device), batch, assistant)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{len(batch.questions)} questions of {batch.tokens} tokens at once do not fit the "
+            f"GPU's memory beside {batch.model}: --at-once {max(1, len(batch.questions) // 2)} "
+            "takes less, and so do fewer --budget and --method"
+        ) from error
 
 
 @lru_cache(maxsize=1)

@@ -16,7 +16,7 @@ class Row:
     """One question, one method, one budget.
 
     Args:
-        model: built-in name.
+        model: as it was given.
         task: its task.
         question: its name.
         group: what the bootstrap resamples.

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from oasiskv.config import BLOCK_TOKENS
 from oasiskv.drafts.assistant import AssistantDrafts
+from oasiskv.errors import ModelError, PromptError
 from oasiskv.evals.lanes.asked import Asked, Decoded
 from oasiskv.evals.lanes.decode import LaneDecoder
 from oasiskv.evals.methods import DENSE, Setting
@@ -27,13 +28,13 @@ class Batch:
     """What one process decodes at a time.
 
     Args:
-        model: built-in name.
+        model: built-in name, folder or hub id.
         tokens: length that was asked for.
         questions: of one kind.
         budgets: K in tokens.
         methods: names of ``METHODS``; dense is always there.
         seed: of what is random in methods.
-        assistant: built-in name of the model that drafts, where a method needs one.
+        assistant: likewise, of the model that drafts, where a method needs one.
     """
 
     model: str
@@ -52,7 +53,13 @@ class Batch:
 def measure(
     loaded: LoadedModel, batch: Batch, assistant: PreTrainedModel | None = None
 ) -> dict[str, list[Row]]:
-    """Name of each question -> a row for dense, and one for each other method and budget."""
+    """Name of each question -> a row for dense, and one for each other method and budget.
+
+    Raises:
+        ModelError: some layers have a sliding window.
+        PromptError: questions are longer than the model's positions, or than budgets allow.
+    """
+    _check(loaded, batch)
     answers = batch.questions[0].kind == "answer"
     asked = [_asked(loaded, question) for question in batch.questions]
     dense = Setting.of(DENSE, BLOCK_TOKENS)
@@ -78,6 +85,19 @@ def measure(
             ),
         ]
     return rows
+
+
+def _check(loaded: LoadedModel, batch: Batch) -> None:
+    if any(window is not None for window in loaded.sliding_windows):
+        raise ModelError(
+            f"{batch.model} has layers with a sliding window, and a suite decodes models with full "
+            "attention in all layers only: `oasiskv eval harness` takes this model"
+        )
+    if batch.tokens > loaded.max_tokens:
+        raise PromptError(
+            f"questions of {batch.tokens} tokens were asked for, and {batch.model} allows "
+            f"{loaded.max_tokens}: give --tokens {loaded.max_tokens} or fewer"
+        )
 
 
 def _asked(loaded: LoadedModel, question: Question) -> Asked:
