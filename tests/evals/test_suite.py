@@ -34,6 +34,19 @@ def batch(kind, names=("one",), methods=ALL, **given):
     return Batch("tiny", 500, questions, (BUDGET,), methods, 0)
 
 
+def ask_made(monkeypatch, names, config):
+    """A task "made" that asks questions of these names, of a model that is nowhere."""
+
+    class Made:
+        def make(self, tokenizer, count, tokens, seed):
+            return [question("forced", name) for name in names]
+
+    monkeypatch.setattr(jobs, "resolve_model", str)
+    monkeypatch.setattr(jobs, "load_tokenizer", str)
+    monkeypatch.setattr(jobs, "read_config", lambda _: config)
+    monkeypatch.setitem(jobs.TASKS, "made", Made())
+
+
 def row(method="dense", budget=512, group="a", **values):
     return Row("m", "t", group, group, "answer", method, budget, 100, **values)
 
@@ -114,12 +127,6 @@ def test_only_what_is_not_there_is_measured(tmp_path, monkeypatch):
         def shutdown(self, cancel_futures):
             pass
 
-    class Made:
-        """Three questions."""
-
-        def make(self, tokenizer, count, tokens, seed):
-            return [question("forced", name) for name in "abc"]
-
     measured = []
 
     def measure_one(batch, device):
@@ -128,9 +135,7 @@ def test_only_what_is_not_there_is_measured(tmp_path, monkeypatch):
 
     monkeypatch.setattr(jobs, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(jobs, "_measure", measure_one)
-    monkeypatch.setattr(jobs, "resolve_model", str)
-    monkeypatch.setattr(jobs, "load_tokenizer", str)
-    monkeypatch.setitem(jobs.TASKS, "made", Made())
+    ask_made(monkeypatch, "abc", make_model().config)
     monkeypatch.setitem(jobs.AT_ONCE, "cpu", 2)
     parts = [Part("tiny", tokens, {"made": 3}, (BUDGET,)) for tokens in (500, 600)]
     kept = RowFile(tmp_path / "rows.jsonl", RUN)
@@ -143,6 +148,17 @@ def test_only_what_is_not_there_is_measured(tmp_path, monkeypatch):
     assert len(told) == 5
     assert set(kept.units) == {f"tiny {tokens} {name}" for tokens in (500, 600) for name in "abc"}
     assert jobs.batches_of(parts, 0, kept, torch.device("cpu")) == ([], 6)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "most"), [(8192, 9, 8), (32768, 9, 4), (32768, 32, 1)])
+def test_questions_at_once_by_what_fits(tmp_path, monkeypatch, tokens, heads, most):
+    config = make_model().config
+    config.num_attention_heads, config.max_position_embeddings = heads, tokens
+    ask_made(monkeypatch, "abcdefgh", config)
+    parts, kept = [Part("tiny", tokens, {"made": 8}, (BUDGET,))], RowFile(tmp_path / "rows", RUN)
+    for at_once, expected in ((None, most), (3, 3)):
+        batches, _ = jobs.batches_of(parts, 0, kept, torch.device("cuda"), at_once)
+        assert max(len(batch.questions) for batch in batches) == expected
 
 
 def test_suites_name_what_there_is():

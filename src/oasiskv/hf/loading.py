@@ -84,12 +84,30 @@ def read_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         ModelError: the folder is missing or damaged, or the model is of a kind that OasisKV
             cannot serve.
     """
+    read_config(path)
     try:
-        check_config(AutoConfig.from_pretrained(path))
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"cannot load a model from {path}: {lines[0]}") from error
+        raise _unreadable(path, error) from error
+
+
+def read_config(path: str | Path) -> PretrainedConfig:
+    """Read what stands in a local folder's or hub id's config.json.
+
+    Raises:
+        ModelError: as ``read_model``.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    check_config(config)
+    return config
+
+
+def _unreadable(path: str | Path, error: Exception) -> ModelError:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return ModelError(f"cannot load a model from {path}: {lines[0]}")
 
 
 def wrap_model(model: PreTrainedModel) -> LoadedModel:

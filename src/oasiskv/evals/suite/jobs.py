@@ -9,23 +9,24 @@ from itertools import groupby
 from multiprocessing import get_context
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from oasiskv.errors import ConfigError
+from oasiskv.errors import ConfigError, ModelError, PromptError
 from oasiskv.evals.suite.rows import Row, RowFile
 from oasiskv.evals.suite.run import Batch, measure
 from oasiskv.evals.suite.suites import Part
 from oasiskv.evals.tasks import TASKS
 from oasiskv.evals.tasks.base import Question
-from oasiskv.hf.loading import LoadedModel, load_model, read_model
+from oasiskv.hf.loading import LoadedModel, load_model, read_config, read_model, sliding_windows
 from oasiskv.hf.tokens import load_tokenizer
 from oasiskv.models.quiet import quiet_transformers
 from oasiskv.models.resolve import resolve_model
 
 AT_ONCE = {"cpu": 1, "cuda": 8}
 """Questions of a batch. A GPU takes about as long for eight as for one; a CPU for each alike."""
-MOST_TOKENS = 2**17
-"""Most prompt tokens of a batch: what is computed of them took 55 GiB of an H200."""
+MOST_ROWS = 9 * 2**17
+"""Most prompt tokens of a batch, times query heads: what is computed of them took 60 GiB of an H200
+beside a model of 135M parameters with 9 query heads."""
 JOBS = {"cpu": 2, "cuda": 1}
 """Processes, where nothing is said: two on one GPU were no faster than one (H200)."""
 
@@ -46,15 +47,19 @@ def batches_of(
         seed: of tasks and methods.
         kept: what was measured before.
         device: where models run.
-        at_once: most questions of a batch; None: ``AT_ONCE``, or as many as ``MOST_TOKENS`` allow.
+        at_once: most questions of a batch; None: ``AT_ONCE``, or as many as ``MOST_ROWS`` allow.
 
     Raises:
-        PromptError: a task has no such length.
+        ModelError: a model cannot be read, or decoded in lanes.
+        PromptError: a task has no such length, or a model has not.
     """
     batches = []
     there = 0
     for part in parts:
-        tokenizer = load_tokenizer(resolve_model(part.model))
+        folder = resolve_model(part.model)
+        config = read_config(folder)
+        _check(part, config)
+        tokenizer = load_tokenizer(folder)
         every = [
             question
             for task, count in part.tasks.items()
@@ -63,7 +68,8 @@ def batches_of(
         whole = Batch(part.model, part.tokens, (), part.budgets, part.methods, seed, part.assistant)
         todo = [each for each in every if whole.unit(each) not in kept.units]
         there += len(every) - len(todo)
-        size = at_once or max(1, min(AT_ONCE[device.type], MOST_TOKENS // part.tokens))
+        fit = MOST_ROWS // (part.tokens * config.num_attention_heads)
+        size = at_once or max(1, min(AT_ONCE[device.type], fit))
         for _, kind in groupby(sorted(todo, key=_place), key=lambda each: each.kind):
             own = list(kind)
             batches += [
@@ -71,6 +77,20 @@ def batches_of(
                 for start in range(0, len(own), size)
             ]
     return batches, there
+
+
+def _check(part: Part, config: PretrainedConfig) -> None:
+    if any(window is not None for window in sliding_windows(config)):
+        raise ModelError(
+            f"{part.model} has layers with a sliding window, and a suite decodes models with full "
+            "attention in all layers only: `oasiskv eval harness` takes this model"
+        )
+    if part.tokens > config.max_position_embeddings:
+        raise PromptError(
+            f"questions of {part.tokens} tokens were asked for, and {part.model} allows "
+            f"{config.max_position_embeddings}: give --tokens {config.max_position_embeddings} or "
+            "fewer"
+        )
 
 
 def _place(question: Question) -> tuple[str, int]:

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from oasiskv.config import BLOCK_TOKENS
 from oasiskv.drafts.assistant import AssistantDrafts
-from oasiskv.errors import ModelError, PromptError
 from oasiskv.evals.lanes.asked import Asked, Decoded
 from oasiskv.evals.lanes.decode import LaneDecoder
 from oasiskv.evals.methods import DENSE, Setting
@@ -55,11 +54,14 @@ def measure(
 ) -> dict[str, list[Row]]:
     """Name of each question -> a row for dense, and one for each other method and budget.
 
+    Args:
+        loaded: a model with full attention in all layers.
+        batch: what to measure.
+        assistant: drafts where a method needs one.
+
     Raises:
-        ModelError: some layers have a sliding window.
-        PromptError: questions are longer than the model's positions, or than budgets allow.
+        PromptError: questions are shorter than what budgets attend to anyway.
     """
-    _check(loaded, batch)
     answers = batch.questions[0].kind == "answer"
     asked = [_asked(loaded, question) for question in batch.questions]
     dense = Setting.of(DENSE, BLOCK_TOKENS)
@@ -85,19 +87,6 @@ def measure(
             ),
         ]
     return rows
-
-
-def _check(loaded: LoadedModel, batch: Batch) -> None:
-    if any(window is not None for window in loaded.sliding_windows):
-        raise ModelError(
-            f"{batch.model} has layers with a sliding window, and a suite decodes models with full "
-            "attention in all layers only: `oasiskv eval harness` takes this model"
-        )
-    if batch.tokens > loaded.max_tokens:
-        raise PromptError(
-            f"questions of {batch.tokens} tokens were asked for, and {batch.model} allows "
-            f"{loaded.max_tokens}: give --tokens {loaded.max_tokens} or fewer"
-        )
 
 
 def _asked(loaded: LoadedModel, question: Question) -> Asked:
