@@ -13,17 +13,15 @@ from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.drafts.ngram import NgramDrafts
 from oasiskv.drafts.oracle import OracleDrafts
 from oasiskv.errors import PromptError
+from oasiskv.evals.tasks.texts import encode_text
+from oasiskv.evals.tasks.words import WORDS
 from oasiskv.hf.engine import Engine
 from oasiskv.hf.loading import LoadedModel
 from oasiskv.hf.prefill import Prefilled, prefill
 from oasiskv.stores.host import HostStore
 
-# Two-word keys and the phrasing that the 32K model was trained on (its README).
-_WORDS = (
-    *("apple", "river", "stone", "cloud", "tiger", "lamp", "violin", "garden", "copper", "planet"),
-    *("window", "silver", "forest", "bridge", "candle", "desert", "eagle", "feather", "glacier"),
-    *("harbor", "island", "jungle", "kettle", "lantern", "marble", "needle", "ocean"),
-)
+# The table in docs/accuracy.md is of texts with these, in the words that the 32K model knows.
+_WORDS = WORDS[:27]
 _FACT = "\nThe special number of {key} is {value}.\n"
 _QUESTION = "\nQuestion: What is the special number of {key}?\nAnswer: "
 FACTS = 4
@@ -81,7 +79,7 @@ def make_cases(
         PromptError: the filler is too short.
     """
     rng = random.Random(seed)
-    filler_ids = _ids(tokenizer, filler)
+    filler_ids = encode_text(tokenizer, filler)
     if len(filler_ids) < 2 * tokens:
         raise PromptError(
             f"the filler has {len(filler_ids)} tokens: {2 * tokens} are needed to vary texts of "
@@ -92,10 +90,10 @@ def make_cases(
         keys = [" ".join(pair) for pair in _pairs(rng)]
         values = ["".join(rng.choices("0123456789", k=DIGITS)) for _ in keys]
         facts = [
-            _ids(tokenizer, _FACT.format(key=key, value=value))
+            encode_text(tokenizer, _FACT.format(key=key, value=value))
             for key, value in zip(keys, values, strict=True)
         ]
-        question = _ids(tokenizer, _QUESTION.format(key=keys[0]))
+        question = encode_text(tokenizer, _QUESTION.format(key=keys[0]))
         room = tokens - len(question) - sum(map(len, facts))
         start = rng.randrange(len(filler_ids) - room)
         body = filler_ids[start : start + room]
@@ -106,7 +104,7 @@ def make_cases(
         )
         for place, fact in places:
             body[place:place] = facts[fact]
-        cases.append(Case(body, question, _ids(tokenizer, values[0]), depth))
+        cases.append(Case(body, question, encode_text(tokenizer, values[0]), depth))
     return cases
 
 
@@ -186,7 +184,3 @@ def _drafts(method: Method, case: Case, continuation: list[int]) -> DraftSource:
 def _pairs(rng: random.Random) -> list[tuple[str, str]]:
     words = rng.sample(_WORDS, 2 * FACTS)
     return list(zip(words[::2], words[1::2], strict=True))
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
