@@ -197,8 +197,8 @@ def test_tables(rows):
     assert "| dense | - | 1.000 (0.292 to 1.000) | 0.000 (-0.708 to 0.708) | - |" in text
     # One of three, and no wider than shares are.
     assert (
-        "| oasis-none | 512 | 0.333 (0.000 to 1.000) | 0.667 (-1.000 to 1.000) | 1.00 | "
-        "0.33 (0.00 to 1.00) |" in text
+        "| oasis-none | 512 | 0.333 (0.000 to 1.000) | 0.667 (-1.000 to 1.000) | "
+        "1.00 (1.00 to 1.00) | 0.33 (0.00 to 1.00) |" in text
     )
     # Three questions are too few for a loss to be called the worst.
     assert "Where most is lost" not in text
@@ -226,7 +226,7 @@ def test_the_largest_losses():
         for group in range(5)
     ]
     text = markdown(answers, 0)
-    lost = text[text.index("## Where most is lost") : text.index("## What is attended")]
+    lost = text[text.index("## Where most is lost") :]
     # Five equal answers of five: Clopper and Pearson's .522; stale is not OasisKV.
     assert [
         line for line in lost.splitlines() if line.startswith("| oasis") or "stale" in line
@@ -251,16 +251,24 @@ def test_tables_of_texts():
             Row(
                 "m", task, task, task, "forced", "stale", 512, 100, kl=0.5, agree=0.75, nll=2.0,
                 agree_by_quarter=[1.0, 0.5], first_difference=3, moved_bytes=0.0,
+                mass=(mass, 0.25), recall=(0.5, 0.0),
             )
-            for task in ("code", "prose")
+            for task, mass in (("code", 0.5), ("prose", 0.6))
         ],
         0,
     )  # fmt: skip
     assert "KL, code, 0 | KL, prose, 0 |" in text
     # Two texts that gave the same: nothing bounds a divergence but 0.
     assert "| stale | 512 | 0.5000 (0.5000 to 0.5000) | 0.750 (" in text
-    assert " | 1.000 0.500 | 2.000 (2.000 to 2.000) | 3 (3 to 3) | 0.00 | 0.5000 |" in text
+    assert " | 2.000 (2.000 to 2.000) | 3 (3 to 3) | 0.00 (0.00 to 0.00) | 0.5000 |" in text
     assert "2 texts." in text
+    over_time = text[text.index("Agreement over time") :].splitlines()
+    # A continuation of two tokens has two quarters.
+    shown = "| stale | 512 | 1.000 (0.158 to 1.000) | 0.500 (0.079 to 0.921) | - | - |"
+    assert shown in over_time
+    # Of two that differ: Student's interval.
+    assert "| stale | 512 | 0.550 (" in text
+    assert text.rstrip().endswith(" | - | - | 2 |")
 
 
 def test_a_second_run_inside_or_outside_of_the_first(rows):

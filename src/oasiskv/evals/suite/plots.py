@@ -6,7 +6,7 @@ from pathlib import Path
 
 from oasiskv.evals.methods import DENSE, METHODS
 from oasiskv.evals.suite.rows import Row
-from oasiskv.evals.suite.tables import MIB, figure, of, sections, settings, usable
+from oasiskv.evals.suite.tables import figure, of, sections, settings, usable
 
 
 def plot(rows: Sequence[Row], path: Path, seed: int) -> None:
@@ -34,7 +34,7 @@ def plot(rows: Sequence[Row], path: Path, seed: int) -> None:
             place = known.index(method)
             points = [of(own, method, budget) for budget in budgets]
             found = [figure(point, name, seed) for point in points]
-            moved = [figure(point, "moved_bytes", seed).mean / MIB for point in points]
+            moved = [figure(point, "moved_mib", seed).mean for point in points]
             means = [each.mean for each in found]
             spread = (
                 [0 if isnan(each.low) else each.mean - each.low for each in found],

@@ -59,6 +59,11 @@ class Row:
     agreement: float | None = None
     misses: float | None = None
 
+    @property
+    def moved_mib(self) -> float | None:
+        """MiB moved a step."""
+        return None if self.moved_bytes is None else self.moved_bytes / 2**20
+
 
 class RowFile:
     """JSON lines: first what the run is, then a unit each.

@@ -3,43 +3,51 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from math import inf, isnan
-from statistics import fmean
 
 from oasiskv.evals.methods import DENSE, METHODS
 from oasiskv.evals.statistics import SHARE, Estimate, difference, estimate
-from oasiskv.evals.suite.rows import Row
+from oasiskv.evals.suite.rows import QUARTERS, Row
 
-MIB = 2**20
 LEAST = 5
 """Questions that dense must answer of a task for its loss to be called one of the largest: of
 fewer, hardly any loss is outside what chance gives."""
 WORST = 5
 """How many of the largest losses are shown."""
 Grouped = dict[str, list[float]]
-BOUNDS = {
-    "score": SHARE,
-    "agree": SHARE,
-    "kl": (0.0, inf),
-    "nll": (0.0, inf),
-    "moved_bytes": (0.0, inf),
-    "first_difference": (0.0, inf),
+UNBOUNDED = dict.fromkeys(("kl", "nll", "moved_mib", "first_difference"), (0.0, inf))
+"""Measurements that are no shares."""
+PARTS = {
+    "mass": ("mass", 0),
+    "worst mass": ("mass", 1),
+    "recall": ("recall", 0),
+    "worst recall": ("recall", 1),
+    **{f"quarter {part + 1}": ("agree_by_quarter", part) for part in range(QUARTERS)},
 }
-"""What is measured of rows, and between what bounds it is."""
+"""Measurements that are one of several values of a row."""
 
 
 def by_group(rows: Iterable[Row], name: str) -> Grouped:
     """Group -> values of one measurement; rows without it are left out."""
     found: Grouped = defaultdict(list)
     for row in rows:
-        value = getattr(row, name)
+        value = _value(row, name)
         if value is not None:
-            found[row.group].append(float(value))
+            found[row.group].append(value)
     return found
 
 
+def _value(row: Row, name: str) -> float | None:
+    if name not in PARTS:
+        value = getattr(row, name)
+        return None if value is None else float(value)
+    whole, part = PARTS[name]
+    values = getattr(row, whole)
+    return float(values[part]) if values and part < len(values) else None
+
+
 def figure(rows: Iterable[Row], name: str, seed: int) -> Estimate:
-    """One of ``BOUNDS``, over groups."""
-    return estimate(by_group(rows, name), seed, BOUNDS[name])
+    """A measurement, over groups: the name of a row's value or one of ``PARTS``."""
+    return estimate(by_group(rows, name), seed, UNBOUNDED.get(name, SHARE))
 
 
 def answered(rows: Sequence[Row]) -> list[Row]:
@@ -86,11 +94,10 @@ def markdown(rows: Sequence[Row], seed: int) -> str:
     parts = []
     for title, own in sections(rows).items():
         table = _answers if own[0].kind == "answer" else _texts
-        parts.append(f"## {title}\n\n{table(own, seed)}")
+        parts.append(f"## {title}\n\n{table(own, seed)}\n\n{_attended(own, seed)}")
     worst = _worst(rows, seed)
     if worst:
         parts.append(f"## Where most is lost\n\n{worst}")
-    parts.append(f"## What is attended to\n\n{_diagnostics(rows, seed)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -110,7 +117,11 @@ def _answers(rows: list[Row], seed: int) -> str:
     for method, budget in settings(own):
         mine = of(own, method, budget)
         less = _less(anchor, mine, seed)
-        cells = [cell(figure(mine, "score", seed)), cell(less), _moved(mine, seed)]
+        cells = [
+            cell(figure(mine, "score", seed)),
+            cell(less),
+            cell(figure(mine, "moved_mib", seed), 2),
+        ]
         cells += [
             cell(figure(answered(of(each, method, budget)), "score", seed), 2)
             for _, each in per_task
@@ -125,41 +136,40 @@ def _texts(rows: list[Row], seed: int) -> str:
     heads = [f"KL, {task}, {len(of(each, DENSE, 0))}" for task, each in per_task]
     if len(per_task) == 1:
         per_task, heads = [], []
-    names = ["KL from dense", "agreement", "by quarter", "NLL", "first difference"]
-    lines = [_head([*names, "MiB moved a step", *heads])]
+    names = ["KL from dense", "agreement", "NLL", "first difference", "MiB moved a step"]
+    lines = [_head([*names, *heads])]
     for method, budget in settings(rows):
         own = of(rows, method, budget)
-        quarters = zip(*(row.agree_by_quarter for row in own), strict=False)
         cells = [
             cell(figure(own, "kl", seed), 4),
             cell(figure(own, "agree", seed)),
-            " ".join(f"{fmean(part):.3f}" for part in quarters),
             cell(figure(own, "nll", seed)),
             cell(figure(own, "first_difference", seed), 0),
-            _moved(own, seed),
+            cell(figure(own, "moved_mib", seed), 2),
         ]
         cells += [cell(figure(of(each, method, budget), "kl", seed), 4) for _, each in per_task]
         lines.append(_line(method, budget, cells))
-    lines.append(f"\n{len({row.group for row in rows})} texts.")
-    return "\n".join(lines)
+    lines.append(f"\n{len({row.group for row in rows})} texts. Agreement over time:\n")
+    return "\n".join([*lines, _measured(rows, [name for name in PARTS if "quarter" in name], seed)])
 
 
-def _diagnostics(rows: Sequence[Row], seed: int) -> str:
-    lines = [
-        "Means over all questions; worst: the least of any layer and KV head, mean over "
-        "questions.\n",
-        _head(["mass", "worst", "recall", "worst", "prediction agreement", "misses"]),
-    ]
+def _attended(rows: Sequence[Row], seed: int) -> str:
+    names = ["mass", "worst mass", "recall", "worst recall", "agreement", "misses"]
+    return (
+        "What is attended to, of all texts or questions, n (worst: the least of any layer and KV "
+        "head; agreement: of the prediction with the step's own choice):\n\n"
+        f"{_measured(rows, names, seed, counted=True)}"
+    )
+
+
+def _measured(rows: Sequence[Row], names: Sequence[str], seed: int, counted: bool = False) -> str:
+    lines = [_head([*names, "n"] if counted else names)]
     for method, budget in settings(rows):
-        own = of(rows, method, budget)
-        cells = []
-        for name in ("mass", "recall"):
-            pairs = [value for row in own if (value := getattr(row, name)) is not None]
-            cells += [f"{fmean(each):.3f}" for each in zip(*pairs, strict=True)] or ["-", "-"]
-        for name in ("agreement", "misses"):
-            found = by_group(own, name)
-            cells.append(f"{estimate(found, seed).mean:.3f}" if found else "-")
-        lines.append(_line(method, budget, cells))
+        found = [figure(of(rows, method, budget), name, seed) for name in names]
+        most = max(each.groups for each in found)
+        if most:
+            cells = [cell(each) for each in found]
+            lines.append(_line(method, budget, [*cells, str(most)] if counted else cells))
     return "\n".join(lines)
 
 
@@ -207,8 +217,3 @@ def cell(found: Estimate, digits: int = 3) -> str:
     if isnan(found.low):
         return mean if found.groups else "-"
     return f"{mean} ({found.low:.{digits}f} to {found.high:.{digits}f})"
-
-
-def _moved(rows: Sequence[Row], seed: int) -> str:
-    found = figure(rows, "moved_bytes", seed)
-    return f"{found.mean / MIB:.2f}" if found.groups else "-"
