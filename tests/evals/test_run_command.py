@@ -68,15 +68,18 @@ def test_sliding_windows_are_refused(tmp_path):
     assert "`oasiskv eval harness` takes this model" in str(found.exception)
 
 
-def test_too_many_questions_for_the_memory(monkeypatch):
+@pytest.mark.parametrize(
+    ("names", "advice"), [("abcd", "--at-once 2 takes less"), ("a", "needed is a larger GPU")]
+)
+def test_too_many_questions_for_the_memory(monkeypatch, names, advice):
     def measure(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(jobs, "measure", measure)
     monkeypatch.setattr(jobs, "_load", lambda model, device: None)
-    questions = tuple(Question("t", n, n, [1], [1], [1], "answer", 1) for n in "abcd")
+    questions = tuple(Question("t", n, n, [1], [1], [1], "answer", 1) for n in names)
     batch = Batch("m", 100, questions, (64,), ("dense",), 0)
-    with pytest.raises(ConfigError, match=r"4 questions of 100 tokens at once.*--at-once 2"):
+    with pytest.raises(ConfigError, match=f"^{len(names)} of the questions.*{advice}"):
         jobs._measure(batch, "cuda")
 
 

@@ -31,6 +31,9 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; default what is t
 Out = Annotated[Path, typer.Option(help="folder of results; a run that was killed goes on there")]
 Seed = Annotated[int, typer.Option(help="of tasks and methods")]
 Jobs = Annotated[int | None, typer.Option(help="processes at once", min=1)]
+AtOnce = Annotated[
+    int | None, typer.Option(help="questions in memory at once; default by the device", min=1)
+]
 OUT = Path("oasiskv-eval")
 
 
@@ -52,6 +55,7 @@ def suite_command(
             "settings cost, likewise; full: a GPU"
         ),
     ] = None,
+    at_once: AtOnce = None,
     out: Out = OUT,
     seed: Seed = 0,
     jobs: Jobs = None,
@@ -63,7 +67,7 @@ def suite_command(
     if suite is None:
         raise ConfigError(f"give --suite {' or '.join(SUITES)}, or a command: see --help")
     described = {"suite": suite.value}
-    _run(SUITES[suite.value], described, out, seed, jobs, device)
+    _run(SUITES[suite.value], described, out, seed, jobs, device, at_once)
 
 
 @app.command("run")
@@ -83,9 +87,7 @@ def run_command(
     assistant: Annotated[
         str | None, typer.Option(help=f"model of the same vocabulary that drafts for {ASSISTED}")
     ] = None,
-    at_once: Annotated[
-        int | None, typer.Option(help="questions in memory at once; default by the device", min=1)
-    ] = None,
+    at_once: AtOnce = None,
     out: Out = OUT,
     seed: Seed = 0,
     jobs: Jobs = None,
@@ -155,7 +157,7 @@ def _run(
     seed: int,
     jobs: int | None,
     device: str | None,
-    at_once: int | None = None,
+    at_once: int | None,
 ) -> None:
     """Measure what is not in ``out`` yet, then write and print tables and a picture."""
     _require_packages()

@@ -139,14 +139,15 @@ def run(
 
 
 def _measure(batch: Batch, device: str) -> dict[str, list[Row]]:
-    assistant = None if batch.assistant is None else _load_assistant(batch.assistant, device)
     try:
+        assistant = None if batch.assistant is None else _load_assistant(batch.assistant, device)
         return measure(_load(batch.model, device), batch, assistant)
     except torch.OutOfMemoryError as error:
+        count = len(batch.questions)
+        less = f"--at-once {count // 2} takes less" if count > 1 else "needed is a larger GPU"
         raise ConfigError(
-            f"{len(batch.questions)} questions of {batch.tokens} tokens at once do not fit the "
-            f"GPU's memory beside {batch.model}: --at-once {max(1, len(batch.questions) // 2)} "
-            "takes less, and so do fewer --budget and --method"
+            f"{count} of the questions of {batch.tokens} tokens do not fit the GPU at once "
+            f"beside {batch.model}: {less}, or `oasiskv eval run` with fewer --budget and --method"
         ) from error
 
 
