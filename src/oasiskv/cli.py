@@ -22,6 +22,7 @@ from oasiskv.hf.loading import load_model, pick_device
 from oasiskv.hf.tokens import encode, load_tokenizer
 from oasiskv.models.cli import app as models_app
 from oasiskv.models.resolve import resolve_model
+from oasiskv.options import Device
 from oasiskv.trace.cli import app as trace_app
 
 # typer keeps its copy of click private; what it raises on bad usage is the base of BadParameter.
@@ -81,7 +82,7 @@ def generate(
     top_p: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="wrap in the chat template")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default what is there")] = None,
+    device: Device = None,
     dtype: Annotated[Dtype, typer.Option()] = Dtype.FLOAT32,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object only")] = False,
     plot: Annotated[Path | None, typer.Option(help="picture of hits and traffic")] = None,

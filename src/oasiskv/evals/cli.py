@@ -14,10 +14,11 @@ from oasiskv.config import OasisConfig
 from oasiskv.data import data_path
 from oasiskv.errors import PromptError
 from oasiskv.evals import churn, digests, retrieval
-from oasiskv.evals.suite.cli import Device, app
+from oasiskv.evals.suite.cli import app
 from oasiskv.hf.loading import load_model, pick_device
 from oasiskv.hf.tokens import encode, load_tokenizer
 from oasiskv.models.resolve import resolve_model
+from oasiskv.options import Device
 
 __all__ = ["app"]
 

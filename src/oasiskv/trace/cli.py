@@ -13,6 +13,7 @@ from oasiskv.evals.tasks import TASKS
 from oasiskv.hf.loading import load_model, pick_device
 from oasiskv.hf.tokens import load_tokenizer
 from oasiskv.models.resolve import resolve_model
+from oasiskv.options import Device
 from oasiskv.trace.format import Trace, write_trace
 from oasiskv.trace.names import BUILT_IN, read_trace
 from oasiskv.trace.record import record, recording_config
@@ -38,7 +39,7 @@ def record_command(
     hot: Annotated[int | None, typer.Option(help="S of the run; default 3/2 of K")] = None,
     digest: Annotated[str, typer.Option(help="minmax or keys4")] = "keys4",
     seed: Annotated[int, typer.Option(help="of the task")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default what is there")] = None,
+    device: Device = None,
 ) -> None:
     """Decode a text by teacher forcing, and keep the blocks that each step wants."""
     if task not in TASKS:

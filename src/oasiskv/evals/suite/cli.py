@@ -24,10 +24,10 @@ from oasiskv.evals.suite.suites import BUDGETS, SUITES, Part
 from oasiskv.evals.suite.tables import cell, markdown
 from oasiskv.evals.tasks import TASKS
 from oasiskv.hf.loading import pick_device
+from oasiskv.options import Device
 
 app = typer.Typer()
 
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; default what is there")]
 Out = Annotated[Path, typer.Option(help="folder of results; a run that was killed goes on there")]
 Seed = Annotated[int, typer.Option(help="of tasks and methods")]
 Jobs = Annotated[int | None, typer.Option(help="processes at once", min=1)]

@@ -16,13 +16,14 @@ WORST = 5
 Grouped = dict[str, list[float]]
 UNBOUNDED = dict.fromkeys(("kl", "nll", "moved_mib", "first_difference"), (0.0, inf))
 """Measurements that are no shares."""
-PARTS = {
+OVER_TIME = {f"quarter {part + 1}": ("agree_by_quarter", part) for part in range(QUARTERS)}
+ATTENDED = {
     "mass": ("mass", 0),
     "worst mass": ("mass", 1),
     "recall": ("recall", 0),
     "worst recall": ("recall", 1),
-    **{f"quarter {part + 1}": ("agree_by_quarter", part) for part in range(QUARTERS)},
 }
+PARTS = OVER_TIME | ATTENDED
 """Measurements that are one of several values of a row."""
 
 
@@ -150,11 +151,11 @@ def _texts(rows: list[Row], seed: int) -> str:
         cells += [cell(figure(of(each, method, budget), "kl", seed), 4) for _, each in per_task]
         lines.append(_line(method, budget, cells))
     lines.append(f"\n{len({row.group for row in rows})} texts. Agreement over time:\n")
-    return "\n".join([*lines, _measured(rows, [name for name in PARTS if "quarter" in name], seed)])
+    return "\n".join([*lines, _measured(rows, list(OVER_TIME), seed)])
 
 
 def _attended(rows: Sequence[Row], seed: int) -> str:
-    names = ["mass", "worst mass", "recall", "worst recall", "agreement", "misses"]
+    names = [*ATTENDED, "agreement", "misses"]
     return (
         "What is attended to, of all texts or questions, n (worst: the least of any layer and KV "
         "head; agreement: of the prediction with the step's own choice):\n\n"
@@ -179,8 +180,10 @@ def _worst(rows: Sequence[Row], seed: int) -> str:
     for asked in sections([row for row in rows if row.kind == "answer"]).values():
         for task, own in tasks(answered(asked)).items():
             anchor = by_group(of(own, DENSE, 0), "score")
+            if len(anchor) < LEAST:
+                continue
             for method, budget in settings(own):
-                if method.startswith("oasis") and len(anchor) >= LEAST:
+                if method.startswith("oasis"):
                     less = _less(anchor, of(own, method, budget), seed)
                     losses.append((method, budget, own[0], task, less))
     if not losses:
