@@ -111,34 +111,41 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         state = self._state.requests.get(request.request_id)
         if self._inert or state is None or self._state.store is None:
             return 0, False
+        if request.skip_reading_prefix_cache:
+            # Its own blocks neither: of some versions vLLM would load them.
+            return 0, False
         size = self._vllm.cache_config.block_size
         # At least one token has to be computed, for its logits.
         most = (request.num_tokens - 1) // size
         if state.store_blocks:
             state.matched = state.store_blocks[:most]
-        elif self._looks_up(request):
+        elif self._state.shares:
             state.matched = self._state.store.match(request.block_hashes[:most])
         return max(0, len(state.matched) * size - num_computed_tokens), False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The request is admitted: it uses what the store holds of it, some of it to be loaded."""
+        """The request is admitted: it uses what the store holds of it, some of it to be loaded.
+
+        That is of what vLLM counts as computed, which need not be all that it was told of.
+        """
         state = self._state.requests.get(request.request_id)
-        if self._inert or state is None or self._state.store is None:
+        if self._inert or state is None or self._state.store is None or state.announced:
+            # The next part of a session comes here too.
             return
         size = self._vllm.cache_config.block_size
         counts = self._state.counts
         if not state.store_blocks:
-            if self._looks_up(request):
+            if self._state.shares and not request.skip_reading_prefix_cache:
                 counts["prefix_queried_blocks"] += (request.num_tokens - 1) // size
                 counts["prefix_hit_blocks"] += len(state.matched)
-            self._state.store.take(state.matched)
-            state.store_blocks = list(state.matched)
+            state.store_blocks = state.matched[: state.computed_blocks]
+            self._state.store.take(state.store_blocks)
         state.known = len(state.store_blocks)
         ids = blocks.get_block_ids()[self._group]
         loaded = num_external_tokens // size
-        end = len(state.matched)
+        end = state.known if loaded else 0
         # Of a sparse request what lies between sink and window does not come back to HBM.
         state.loads = [
             (state.store_blocks[i], ids[i])
@@ -147,10 +154,6 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         ]
         counts["loaded_blocks"] += len(state.loads)
         state.matched = []
-
-    def _looks_up(self, request: Request) -> bool:
-        """Whether a new request looks for blocks of others in the store."""
-        return self._state.shares and not request.skip_reading_prefix_cache
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Store blocks for what may close in this step, and slots that are new."""

@@ -12,6 +12,8 @@ from oasiskv.vllm.pressure import Pressure
 from oasiskv.vllm.scheduling import ScheduledRequest, state_of
 
 if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
     from oasiskv.vllm.spec import OasisSpec
 
 
@@ -23,8 +25,9 @@ class OasisManager(FullAttentionManager):
     does not block the transition that would relieve it. In mode ``under_pressure`` ``Pressure``
     says who takes slots, and what else is kept free.
 
-    A request that was preempted sparse is admitted with what a sparse one has: sink, slots and
-    window. Between sink and window its table has vLLM's null block from the start.
+    A request that was preempted sparse, and of which vLLM counts as computed all before its window,
+    is admitted with what a sparse one has: sink, slots and window. Between sink and window its
+    table has vLLM's null block from the start.
     """
 
     def __init__(self, kv_cache_spec: OasisSpec, **settings: Any) -> None:  # noqa: ANN401
@@ -55,27 +58,32 @@ class OasisManager(FullAttentionManager):
         request_id: str,
         num_tokens: int,
         new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
         *args: Any,  # noqa: ANN401 - differs between vLLM's versions
         **settings: Any,  # noqa: ANN401
     ) -> int:
         """Blocks that must be free for the request to be scheduled.
+
+        vLLM allocates right after, by the same numbers, if they are.
 
         Raises:
             TransferError: no request runs, and what this one waits for was lost on its way.
         """
         hits = new_computed_blocks
         needed: int = super().get_num_blocks_to_allocate(
-            request_id, num_tokens, hits, *args, **settings
+            request_id, num_tokens, hits, total_computed_tokens, *args, **settings
         )
         state = self._state.requests.get(request_id)
         if state is None:
             return needed
-        if self._resumes(request_id):
+        state.computed_blocks = total_computed_tokens // int(self.block_size)
+        if state.resumes:
             # What lies between sink and window is not needed, found in HBM or not.
             sink, start = self._spec.sink_blocks, state.resume_start
             needed -= self._get_num_evictable_blocks(hits[sink:start])
             needed -= max(0, start - max(sink, len(hits)))
-        needed = self._needed(state, num_tokens, needed)
+        state.due = self._spec.hot_blocks if self._takes_slots(state, num_tokens, needed) else 0
+        needed += state.due + self._kept_free(state, num_tokens, needed)
         waits = request_id not in self._state.admitted
         if waits and needed > self.block_pool.get_num_free_blocks():
             self._state.counts[f"refusals.{self._refused_for(state)}"] += 1
@@ -88,27 +96,29 @@ class OasisManager(FullAttentionManager):
             return "late"
         return "pool" if self._store_has_room(state) else "store"
 
-    def _needed(self, state: ScheduledRequest, num_tokens: int, needed: int) -> int:
-        """``needed`` blocks and those that must be free beside them."""
+    def _kept_free(self, state: ScheduledRequest, num_tokens: int, needed: int) -> int:
+        """Blocks that must stay free for others when a request gets those it needs.
+
+        Args:
+            state: the request.
+            num_tokens: tokens that it shall have blocks for.
+            needed: blocks that it lacks for them; the slots that are ``due`` come on top.
+        """
         request_id = state.request.request_id
+        admitted = request_id in self._state.admitted
         if request_id in self._state.held or not self._store_has_room(state):
             return int(self.block_pool.num_gpu_blocks) + 1
         if self._pressure is not None:
-            needed += self._spec.hot_blocks if self._resumes(request_id) else 0
-            return needed + self._pressure.kept_free(state, num_tokens, needed)
+            return self._pressure.kept_free(state, num_tokens, needed)
         # Requests that wait cannot reach the threshold, and no running one is preempted for them.
         others = len(self._state.may_go_sparse) - (request_id in self._state.may_go_sparse)
         reserve = self._spec.hot_blocks if others else 0
-        if self._takes_slots(state, num_tokens):
+        if state.due:
             # One that is taken in leaves the reserve alone, or it would soon be preempted for it.
-            return (
-                needed
-                + self._spec.hot_blocks
-                + (0 if request_id in self._state.admitted else reserve)
-            )
+            return 0 if admitted else reserve
         if needed and self._may_go_sparse(state):
-            return needed + self._spec.hot_blocks
-        return needed + (reserve if needed else 0)
+            return self._spec.hot_blocks
+        return reserve if needed else 0
 
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: int
@@ -158,10 +168,22 @@ class OasisManager(FullAttentionManager):
                 self._pressure.allocated(state, num_tokens, len(blocks))
             if request_id not in self._state.admitted:
                 self._state.admit(request_id, self._store_blocks_of(state), self._past_tokens)
-            if self._takes_slots(state, num_tokens):
-                slots = self.block_pool.get_new_blocks(self._spec.hot_blocks)
-                self._state.take_slots(request_id, slots)
+            if state.due:
+                self._state.take_slots(request_id, self.block_pool.get_new_blocks(state.due))
         return blocks
+
+    def cache_blocks(
+        self,
+        request: Request,
+        num_tokens: int,
+        *args: Any,  # noqa: ANN401 - differs between vLLM's versions
+        **settings: Any,  # noqa: ANN401
+    ) -> None:
+        """Let others find full blocks by their content, but for what was computed sparsely."""
+        state = self._state.requests.get(request.request_id)
+        if state is not None and state.closed_dense is not None:
+            num_tokens = min(num_tokens, state.closed_dense * int(self.block_size))
+        super().cache_blocks(request, num_tokens, *args, **settings)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Blocks of a request that ends or is preempted, its slots last."""
@@ -176,15 +198,14 @@ class OasisManager(FullAttentionManager):
         return 0
 
     def _resumes(self, request_id: str) -> bool:
-        """Whether the request was preempted sparse and is not back yet."""
         state = self._state.requests.get(request_id)
-        return state is not None and state.resume_start > 0
+        return state is not None and state.resumes
 
-    def _takes_slots(self, state: ScheduledRequest, num_tokens: int) -> bool:
-        if state.resume_start:
+    def _takes_slots(self, state: ScheduledRequest, num_tokens: int, needed: int) -> bool:
+        if state.resumes:
             return not state.hot
         if self._pressure is not None:
-            return self._pressure.takes_slots(state)
+            return self._pressure.takes_slots(state, needed)
         past = max(num_tokens, state.request.num_tokens) > self._spec.threshold_tokens
         return past and not state.hot
 

@@ -75,10 +75,15 @@ class Pressure:
             missing -= gain
             free -= slots
 
-    def takes_slots(self, state: ScheduledRequest) -> bool:
-        """Whether the request was chosen for this step; it keeps what it gets to its end."""
+    def takes_slots(self, state: ScheduledRequest, needed: int) -> bool:
+        """Whether the request was chosen for this step; it keeps what it gets to its end.
+
+        Args:
+            state: the request.
+            needed: blocks that it takes beside its slots.
+        """
         chosen = state.request.request_id in self._chosen
-        return chosen and self._free() >= self._spec.hot_blocks
+        return chosen and self._free() - needed >= self._spec.hot_blocks
 
     def kept_free(self, state: ScheduledRequest, num_tokens: int, needed: int) -> int:
         """Blocks that must stay free for others when a request gets those it needs.
@@ -86,17 +91,19 @@ class Pressure:
         Args:
             state: the request.
             num_tokens: tokens that it shall have blocks for.
-            needed: blocks that it lacks for them.
+            needed: blocks that it lacks for them; the slots that are due come on top.
         """
         admitted = state.request.request_id in self._state.admitted
-        may_go_sparse = not state.resume_start and state.most_tokens > self.past_tokens
+        may_go_sparse = not state.resumes and state.most_tokens > self.past_tokens
         due = self._state.may_go_sparse or (not admitted and may_go_sparse)
         # While a transition is under way its slots are the reserve, in use.
         reserve = self._spec.hot_blocks if due and not self._state.in_transition else 0
         if admitted:
-            return reserve if needed else 0
+            # Its own slots are what the reserve was kept for.
+            return reserve if needed and not state.due else 0
         own = self._first_growth(state, num_tokens)
         kept = reserve + self._growth + own
+        needed += state.due
         if needed + kept > self._free():
             self._refused = needed + own
         return kept

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -44,6 +45,9 @@ class ScheduledRequest:
             sink and window may be given back. 0 while dense.
         resume_start: ``window_start`` of the sparse request that was preempted, from then until the
             workers hear that it is back; 0 for any other.
+        computed_blocks: blocks of it that vLLM counted as computed, found in its own cache or to be
+            loaded, when it last asked what the request needs to be scheduled.
+        due: slots that it gets if it is scheduled, as of then.
         store_blocks: store blocks handed out to it, in order of its blocks; kept while preempted.
         announced: the workers know of its first ``store_blocks``.
         in_step: a step of it runs, which the workers have not acknowledged.
@@ -64,6 +68,8 @@ class ScheduledRequest:
     hot_sent: bool = False
     window_start: int = 0
     resume_start: int = 0
+    computed_blocks: int = 0
+    due: int = 0
     store_blocks: list[int] = field(default_factory=list)
     announced: bool = False
     in_step: bool = False
@@ -77,9 +83,24 @@ class ScheduledRequest:
 
     @property
     def most_tokens(self) -> int:
-        """Longest that the request can become."""
+        """Longest that the request can become.
+
+        The prompt and ``max_tokens`` of a session change with each of its parts. One that had to
+        wait for the store in its middle could wait for another that does so too.
+        """
+        if self.request.resumable:
+            return self.max_model_len
         asked = int(self.request.num_prompt_tokens + self.request.max_tokens)
         return min(asked, self.max_model_len)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it was preempted sparse and is to be so again.
+
+        If vLLM counts less as computed than what comes before its window, as of a request that
+        reads no prefixes, it is dense again from there on.
+        """
+        return 0 < self.resume_start <= self.computed_blocks
 
 
 class SchedulerState:
@@ -133,6 +154,8 @@ class SchedulerState:
     def admit(self, request_id: str, store_blocks: int, past_tokens: int) -> None:
         """It has got its first blocks.
 
+        Of its store blocks it keeps those that vLLM counts as computed; the rest it computes again.
+
         Args:
             request_id: one that was not admitted.
             store_blocks: those it may come to need in all.
@@ -140,6 +163,12 @@ class SchedulerState:
         """
         state = self.requests[request_id]
         self.admitted[request_id] = state
+        if state.resume_start and not state.resumes:
+            state.resume_start = 0
+            self.dropped[request_id] = False
+            if state.closed_dense is not None and state.computed_blocks <= state.closed_dense:
+                state.closed_dense = None
+        self._cut_store_blocks(state, state.computed_blocks)
         if not state.promised:
             state.promised = store_blocks
             self.promised += store_blocks
@@ -246,10 +275,8 @@ class SchedulerState:
         state.window_start = 0
         state.loads = []
         if not ended:
-            unsure = Held(state.store_blocks[state.stored :], state.hot)
-            del state.store_blocks[state.stored :]
-            state.hot = []
-            return self._let_go(request_id, unsure)
+            slots, state.hot = state.hot, []
+            return self._cut_store_blocks(state, state.stored, slots)
         del self.requests[request_id]
         if not state.in_step:
             return self._end(state)
@@ -262,6 +289,18 @@ class SchedulerState:
         for state in self.ending.values():
             self.returned.extend(self._end(state))
         self.ending.clear()
+
+    def _cut_store_blocks(
+        self, state: ScheduledRequest, keep: int, slots: Sequence[KVCacheBlock] = ()
+    ) -> list[KVCacheBlock]:
+        """Give back all but its first store blocks, and slots; returns those that may go at once.
+
+        What is computed again from there on is as dense as the request is then.
+        """
+        left = Held(state.store_blocks[keep:], list(slots))
+        del state.store_blocks[keep:]
+        state.stored, state.published = min(state.stored, keep), min(state.published, keep)
+        return self._let_go(state.request.request_id, left)
 
     def _end(self, state: ScheduledRequest) -> list[KVCacheBlock]:
         left = Held(state.store_blocks, state.hot, state.promised)
