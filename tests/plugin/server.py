@@ -29,6 +29,8 @@ class Server:
             self.port = free.getsockname()[1]
         command = [*COMMAND, str(folder), *SETTINGS, *VLLM, "--port", str(self.port)]
         environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        # For its endpoints that reset caches.
+        environment["VLLM_SERVER_DEV_MODE"] = "1"
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         self.process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--served-model-name", "tiny"],
@@ -56,8 +58,9 @@ class Server:
             base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", max_retries=0
         )
 
-    def get(self, path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}") as answer:
+    def get(self, path, method="GET"):
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method=method)
+        with urllib.request.urlopen(request) as answer:
             return answer.status, answer.read().decode()
 
     def _listens(self):

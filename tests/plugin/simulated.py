@@ -45,7 +45,7 @@ class Content:
     """Of one token's place in a block.
 
     Attributes:
-        prefix: stands for the token and all before it.
+        prefix: stands for the token, all before it and the weights.
         exact: it was computed from all before it.
     """
 
@@ -124,6 +124,7 @@ class Simulation:
         self.store = {}
         self.known, self.kept = {}, {}
         self.ended = {}
+        self.weights = 0
         self.prefix_of = {}
         self.requests, self.found = {}, {}
         self.sparse_steps = self.late_writes = 0
@@ -202,6 +203,12 @@ class Simulation:
     def preempt_all(self):
         """And what vLLM has cached is forgotten."""
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def new_weights(self):
+        """What was computed until now is of no use any more."""
+        self.weights += 1
+        reset = self.scheduler.reset_prefix_cache
+        assert reset(reset_running_requests=True, reset_connector=True)
 
     def forget_hbm(self):
         self.pool.evict_blocks({b.block_id for b in self.pool.blocks if not b.ref_cnt})
@@ -393,7 +400,7 @@ class Simulation:
 
     def _prefixes(self, request, tokens):
         """What stands for each token and all before it; and what each block hash stands for."""
-        prefixes, prefix = [], hash(request.cache_salt)
+        prefixes, prefix = [], self.weights
         for token in tokens:
             prefix = hash((prefix, token))
             prefixes.append(prefix)

@@ -115,6 +115,9 @@ class Mix:
             run.preempt(running[number % len(running)])
         elif what == "preempt all":
             run.preempt_all()
+        elif what == "new weights" and not self.sessions:
+            # One that waits for its next part is not preempted.
+            run.new_weights()
         elif what == "abort" and run.scheduler.requests:
             names = sorted(run.scheduler.requests)
             name = names[number % len(names)]

@@ -79,6 +79,8 @@ def test_what_engine_args_gives_is_not_refused(vllm_config):
         ("cache_config", "cache_dtype", "fp8", "set it to auto"),
         ("cache_config", "cache_dtype", "bfloat16", "set it to auto"),
         ("kv_transfer_config", "kv_load_failure_policy", "recompute", "set it to fail"),
+        ("model_config", "enable_sleep_mode", True, "leave it out"),
+        ("model_config", "enable_cumem_allocator", True, "leave it out"),
     ],
 )
 def test_settings_of_vllm(vllm_config, part, name, value, legal):

@@ -107,6 +107,31 @@ def test_malformed_json(server):
     assert server.get("/health")[0] == 200
 
 
+def test_endpoints_that_reset_caches_reset_the_store(server):
+    def loaded():
+        name = f"{PREFIX}loaded_blocks_total{{"
+        [line] = [li for li in server.get("/metrics")[1].splitlines() if li.startswith(name)]
+        return float(line.split()[-1])
+
+    def asked_again():
+        """Blocks that come from the store for a prompt that is not in HBM any more."""
+        server.get("/reset_prefix_cache", "POST")
+        before = loaded()
+        streamed(server, text_of(100, 40), 1)
+        return loaded() - before
+
+    asked_again()
+    for paths in (
+        ["/reset_prefix_cache?reset_external=true"],
+        ["/pause", "/resume"],
+        ["/sleep?level=1", "/wake_up"],
+    ):
+        assert asked_again() == 6
+        for path in paths:
+            assert server.get(path, "POST")[0] == 200
+        assert asked_again() == 0, paths
+
+
 def test_every_metric_is_there_and_every_panel_has_its_metrics(server):
     lines = [line for line in server.get("/metrics")[1].splitlines() if line[0] != "#"]
     names = {re.split(r"[{ ]", line)[0] for line in lines}

@@ -103,6 +103,9 @@ class Requests(RuleBasedStateMachine):
         self.blocks = PrefixBlocks(12, 1)
         self.held = []
         self.content = {}
+        self.published = set()
+        # A key that was not published cannot be taken out.
+        self.blocks.on_unpublished = self.published.remove
 
     @rule(text=st.text("ab", min_size=1, max_size=5))
     def start(self, text):
@@ -120,13 +123,30 @@ class Requests(RuleBasedStateMachine):
         assert not set(found) & set(new)
         for block, key in zip(new, keys[len(found) :], strict=True):
             self.content[block] = key
-            self.blocks.publish(block, key)
+            if self.blocks.publish(block, key):
+                assert key not in self.published
+                self.published.add(key)
         self.held.append(found + new)
 
     @rule(data=st.data())
     def end(self, data):
         if self.held:
             self.blocks.free(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @rule()
+    def forget_all(self):
+        self.blocks.unpublish_all()
+        assert not self.blocks.kept_blocks
+        assert not self.published
+
+    @rule(block=st.integers(0, 11))
+    def forget(self, block):
+        self.blocks.unpublish(block)
+
+    @invariant()
+    def what_is_said_to_be_published_is_found(self):
+        known = set(self.content.values()) | self.published
+        assert {key for key in known if self.blocks.match([key])} == self.published
 
     @invariant()
     def all_are_accounted_for(self):

@@ -1,7 +1,7 @@
 """Store blocks shared by content: who uses one, and which of those without a user goes first."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from oasiskv.errors import StateError
 from oasiskv.stores.allocator import BlockAllocator
@@ -17,10 +17,14 @@ class PrefixBlocks(BlockAllocator):
     Args:
         capacity_blocks: blocks there are.
         block_bytes: size of one, for the message of a full store.
+
+    Attributes:
+        on_unpublished: called with each key under which nothing is found any more.
     """
 
     def __init__(self, capacity_blocks: int, block_bytes: int) -> None:
         super().__init__(capacity_blocks, block_bytes)
+        self.on_unpublished: Callable[[Hashable], None] | None = None
         self._users: Counter[int] = Counter()
         self._block_of: dict[Hashable, int] = {}
         self._key_of: dict[int, Hashable] = {}
@@ -45,9 +49,7 @@ class PrefixBlocks(BlockAllocator):
         short = count - super().free_blocks
         if 0 < short <= len(self._kept):
             for _ in range(short):
-                block, _ = self._kept.popitem(last=False)
-                del self._block_of[self._key_of.pop(block)]
-                super().free([block])
+                self.unpublish(next(iter(self._kept)))
         blocks = super().reserve(count)
         self._users.update(blocks)
         return blocks
@@ -74,27 +76,40 @@ class PrefixBlocks(BlockAllocator):
             self._kept.pop(block, None)
             self._users[block] += 1
 
-    def publish(self, block: int, key: Hashable) -> None:
+    def publish(self, block: int, key: Hashable) -> bool:
         """The store holds what ``key`` stands for in ``block``, which is in use.
 
         Where another block holds it already, that one stays the one to be found.
+
+        Returns:
+            Whether nothing was found under the key before.
 
         Raises:
             StateError: the block is not in use.
         """
         if not self._users[block]:
             raise StateError(f"block {block} has no user: it cannot be published")
-        if block not in self._key_of and key not in self._block_of:
-            self._key_of[block], self._block_of[key] = key, block
+        if block in self._key_of or key in self._block_of:
+            return False
+        self._key_of[block], self._block_of[key] = key, block
+        return True
 
     def unpublish(self, block: int) -> None:
         """The block is not found any more, if it was; without a user it is free."""
         if block not in self._key_of:
             return
-        del self._block_of[self._key_of.pop(block)]
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        if self.on_unpublished is not None:
+            self.on_unpublished(key)
         if block in self._kept:
             del self._kept[block]
             super().free([block])
+
+    def unpublish_all(self) -> None:
+        """No block is found any more; those without a user are free."""
+        for block in list(self._key_of):
+            self.unpublish(block)
 
     def free(self, blocks: Sequence[int]) -> None:
         """One user less of each of these; the last ones go first, being of less use alone.

@@ -100,6 +100,9 @@ def check_engine(vllm_config: VllmConfig) -> None:
         f"{model.model}, which is multi-modal,",
         f"use a model of text alone, or set {DISABLE}=1 to run without OasisKV",
     )
+    for name in ("enable_sleep_mode", "enable_cumem_allocator"):
+        # Sleep discards what is in the memory of vLLM's KV cache, our digests too.
+        _refuse(name, bool(getattr(model, name)), True, "leave it out")
     dtype = vllm_config.cache_config.cache_dtype
     own = str(model.dtype).removeprefix("torch.")
     _refuse("kv_cache_dtype", dtype not in ("auto", own), dtype, "set it to auto")

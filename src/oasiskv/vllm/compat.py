@@ -97,6 +97,24 @@ def fits_null_block() -> bool:
     return Version(installed_version()) >= Version("0.32")
 
 
+def event_extra_keys(request: Any, start: int, stop: int) -> tuple[Any, ...] | None:  # noqa: ANN401
+    """What a block's hash stands for beside tokens, such as a LoRA, as vLLM's KV events say it.
+
+    Args:
+        request: vLLM's.
+        start: first token of the block.
+        stop: the token after its last.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    keys: tuple[Any, ...] | None
+    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, stop, 0)
+    # From 0.32 on hashes are of keys with a tag, which events leave out.
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
+    [keys] = untagged([keys])
+    return keys
+
+
 def let_engines_follow() -> None:
     """Let engines start in this process after one with n-gram drafts, on the CPU.
 

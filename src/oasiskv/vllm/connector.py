@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,8 @@ from oasiskv.config import OasisConfig
 from oasiskv.errors import ConfigError
 from oasiskv.stores.prefix import PrefixBlocks
 from oasiskv.vllm.checks import check_engine, check_sizes, check_worker, check_workers
-from oasiskv.vllm.logs import log_start
+from oasiskv.vllm.events import StoreEvents
+from oasiskv.vllm.logs import log_start, logger
 from oasiskv.vllm.messages import OasisAck, OasisMetadata, RequestMessage
 from oasiskv.vllm.plan import plan_of
 from oasiskv.vllm.prom import OasisPromMetrics
@@ -28,6 +30,8 @@ from oasiskv.vllm.shapes import sparse_group
 from oasiskv.vllm.stats import OasisStats, build_stats, scheduler_stats
 
 if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -88,6 +92,11 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         self._state.restores = len(self._cache.kv_cache_groups) == 1
         caching = bool(self._vllm.cache_config.enable_prefix_caching)
         self._state.shares = caching and self._state.restores
+        events = self._vllm.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            spec = self._cache.kv_cache_groups[self._group].kv_cache_spec
+            self._state.events = StoreEvents(spec, self._group)
+            self._state.store.on_unpublished = self._state.events.unpublished
         speculative = self._vllm.speculative_config
         drafts = speculative.num_speculative_tokens if speculative is not None else 0
         self._state.decode_tokens = 1 + drafts
@@ -193,6 +202,36 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended; vLLM frees its blocks right after."""
         return False, None
+
+    def reset_cache(self) -> bool:
+        """What the store holds is of old weights: nothing of it is found, or read, any more."""
+        if not self._inert:
+            self._state.reset()
+            logger.info("OasisKV's host store was reset: it offers no prefix computed until now")
+        return True
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What is found in the store since the last call, and what no longer."""
+        events = self._state.events
+        return () if events is None else events.take()
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Where a request's loaded tokens come from, for vLLM's metrics."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what it does not hold is computed again."""
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Sleep would discard digests, and which block is in which slot."""
+        return False
 
     def _return_slots(self) -> None:
         """Slots that nothing will be written to any more go back to vLLM's pool."""

@@ -12,6 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from oasiskv.errors import TransferError
 from oasiskv.stores.prefix import PrefixBlocks
+from oasiskv.vllm.events import StoreEvents
 
 
 @dataclass(eq=False)
@@ -60,6 +61,8 @@ class ScheduledRequest:
             then on was computed from less than its context, and is nobody else's prefix.
         promised: store blocks it may come to need in all; counted as taken from its first admission
             to its end.
+        stale: it has computed something before the store was reset, and is nobody's prefix until it
+            starts anew.
     """
 
     request: Request
@@ -80,6 +83,7 @@ class ScheduledRequest:
     published: int = 0
     closed_dense: int | None = None
     promised: int = 0
+    stale: bool = False
 
     @property
     def most_tokens(self) -> int:
@@ -126,6 +130,7 @@ class SchedulerState:
         restores: the store holds all KV of a request, so that a preempted one comes back from it.
             Not where other layers, as of sliding windows, have KV too: there it starts again.
         shares: requests find blocks of others in the store.
+        events: what is found in the store from now on, or no longer; None where nobody asks.
         decode_tokens: most tokens of a decoding request in one step, drafts included.
         batch_tokens: most tokens of all requests in one step.
         counts: what happened since it was last reported, by key of the metrics' catalogue.
@@ -147,6 +152,7 @@ class SchedulerState:
         self.store: PrefixBlocks | None = None
         self.restores = True
         self.shares = False
+        self.events: StoreEvents | None = None
         self.decode_tokens = 1
         self.batch_tokens = 1
         self.counts: Counter[str] = Counter()
@@ -164,10 +170,7 @@ class SchedulerState:
         state = self.requests[request_id]
         self.admitted[request_id] = state
         if state.resume_start and not state.resumes:
-            state.resume_start = 0
-            self.dropped[request_id] = False
-            if state.closed_dense is not None and state.computed_blocks <= state.closed_dense:
-                state.closed_dense = None
+            self._start_anew(state, state.computed_blocks)
         self._cut_store_blocks(state, state.computed_blocks)
         if not state.promised:
             state.promised = store_blocks
@@ -210,10 +213,13 @@ class SchedulerState:
             self.counts["transitions"] += 1
         # What a failed request has stored may be wrong.
         failed = state.request.status is RequestStatus.FINISHED_ERROR
-        hashes = state.request.block_hashes if self.shares and not failed else []
+        unfit = failed or state.stale
+        hashes = state.request.block_hashes if self.shares and not unfit else []
         most = stored if state.closed_dense is None else min(stored, state.closed_dense)
         for index in range(state.published, min(most, len(hashes))):
-            self.store.publish(state.store_blocks[index], hashes[index])
+            new = self.store.publish(state.store_blocks[index], hashes[index])
+            if new and self.events is not None:
+                self.events.published(state.request, index)
             state.published = index + 1
         if ending is not None:
             self.returned.extend(self._end(ending))
@@ -236,6 +242,23 @@ class SchedulerState:
         for block in blocks:
             if self.store is not None:
                 self.store.unpublish(block)
+
+    def reset(self) -> None:
+        """Nothing that was computed until now is found, or comes back from the store, any more.
+
+        Requests that were preempted start anew. Those that run go on with what they have: it is
+        theirs alone, and is not kept for them if they are preempted. vLLM has no step under way
+        when it asks for this.
+        """
+        for name, state in self.requests.items():
+            if name in self.admitted:
+                state.stale = True
+            else:
+                self._start_anew(state)
+        for state in self.ending.values():
+            state.stale = True
+        if self.store is not None:
+            self.store.unpublish_all()
 
     def check_held(self) -> None:
         """Nothing runs and there is no room: what is held must come back.
@@ -275,6 +298,8 @@ class SchedulerState:
         state.window_start = 0
         state.loads = []
         if not ended:
+            if state.stale:
+                self._start_anew(state)
             slots, state.hot = state.hot, []
             return self._cut_store_blocks(state, state.stored, slots)
         del self.requests[request_id]
@@ -283,6 +308,16 @@ class SchedulerState:
         # What its last step has stored is of use to others, and may have started transfers.
         self.ending[request_id] = state
         return []
+
+    def _start_anew(self, state: ScheduledRequest, keep: int = 0) -> None:
+        """A request that has no blocks of vLLM's comes back dense, with its first store blocks."""
+        state.stale = False
+        state.resume_start = 0
+        if state.closed_dense is not None and keep <= state.closed_dense:
+            state.closed_dense = None
+        if state.promised:
+            self.dropped[state.request.request_id] = False
+        self._cut_store_blocks(state, keep)
 
     def forget_ending(self) -> None:
         """The workers did not acknowledge the last step of these: they end without."""
