@@ -292,7 +292,7 @@ class Simulation:
         if request.resumable:
             # vLLM counts drafts as computed that it accepts past the end of a part, and takes the
             # next part's first tokens for these.
-            most = min(most, request.max_tokens - request.num_output_tokens - 1)
+            most = max(0, min(most, request.max_tokens - request.num_output_tokens - 1))
         for index in range(self.draw.randint(0, most)):
             drafts.append((next_token(drafts) + (index >= right)) % VOCABULARY)
         return drafts[len(tokens) :]

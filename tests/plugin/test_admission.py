@@ -81,7 +81,16 @@ LENGTHS = st.integers(1, 150)
 ADD = st.tuples(st.just("add"), KINDS, LENGTHS, st.integers(0, 3), st.integers(1, 120))
 REST = st.tuples(
     st.sampled_from(
-        ["step", "step", "preempt", "preempt all", "abort", "forget HBM", "forget store"]
+        [
+            "step",
+            "step",
+            "preempt",
+            "preempt all",
+            "new weights",
+            "abort",
+            "forget HBM",
+            "forget store",
+        ]
     ),
     st.integers(0, 40),
 )
