@@ -261,12 +261,13 @@ PLAN = MemoryPlan(
     hot_blocks=8,
     window_blocks=1,
     pool_block_bytes=BLOCK_BYTES,
+    most_requests=8,
 )
 
 
 def test_tiers_that_just_hold_one_request_are_accepted():
     checks.check_sizes(PLAN)
-    checks.check_sizes(replace(PLAN, pool_blocks=257, store_blocks=0, threshold_tokens=4096))
+    checks.check_sizes(replace(PLAN, pool_blocks=257, threshold_tokens=4096))
 
 
 def test_l1330_a_host_store_smaller_than_one_request():
@@ -275,6 +276,8 @@ def test_l1330_a_host_store_smaller_than_one_request():
     assert "host_gib to at least 0.0040" in message
     assert "max_model_len to at most 4095" in message
     checks.check_sizes(replace(PLAN, store_blocks=255, longest_tokens=4095))
+    # One that stays dense is let in no sooner than the store has room for it.
+    refused(checks.check_sizes, replace(PLAN, store_blocks=255, threshold_tokens=4096))
 
 
 def test_the_host_store_is_shared_out_among_workers():

@@ -9,7 +9,7 @@ from oasiskv.config import BLOCK_TOKENS
 from oasiskv.errors import ConfigError, StateError
 from oasiskv.stores.machine import available_bytes
 from oasiskv.vllm.compat import DISABLE, TESTED, installed_version, is_draft_layer
-from oasiskv.vllm.plan import GIB, NULL_BLOCKS, MemoryPlan
+from oasiskv.vllm.plan import GIB, NULL_BLOCKS, MemoryPlan, gib
 from oasiskv.vllm.settings import CONNECTOR, WORKERS, config_of
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def check_host_memory(nbytes: int, vllm_config: VllmConfig) -> None:
     if nbytes * together > available:
         raise ConfigError(
             f"host_gib is too large: the host store of this machine's workers ({together}) needs "
-            f"{_gib(nbytes * together)} GiB, and {available / GIB:.4f} GiB of memory are "
+            f"{gib(nbytes * together)} GiB, and {available / GIB:.4f} GiB of memory are "
             "available; lower host_gib, or raise the container's memory"
         )
 
@@ -249,7 +249,7 @@ def check_digests(available: int, digests: int, store_blocks: int) -> None:
     if digests >= available:
         raise ConfigError(
             f"host_gib is too large: the digests of {store_blocks} store blocks take "
-            f"{_gib(digests)} GiB of the {_gib(available)} GiB of KV memory; lower host_gib, set "
+            f"{gib(digests)} GiB of the {gib(available)} GiB of KV memory; lower host_gib, set "
             "digest to minmax, or give vLLM more KV memory (gpu_memory_utilization, "
             "kv_cache_memory_bytes)"
         )
@@ -263,11 +263,11 @@ def check_sizes(plan: MemoryPlan) -> None:
     """
     size = plan.block_tokens
     least = plan.stored_blocks * plan.block_bytes * plan.workers
-    if plan.goes_sparse and plan.store_blocks < plan.stored_blocks:
+    if plan.store_blocks < plan.stored_blocks:
         raise ConfigError(
             f"host_gib is too small: the host store holds {plan.store_blocks * size} tokens and a "
             f"request of max_model_len={plan.longest_tokens} needs {plan.stored_blocks * size}; "
-            f"set host_gib to at least {_gib(least)} or "
+            f"set host_gib to at least {gib(least)} or "
             f"max_model_len to at most {(plan.store_blocks + 1) * size - 1}"
         )
     if plan.pool_blocks < plan.needed_pool_blocks:
@@ -289,8 +289,3 @@ def check_sizes(plan: MemoryPlan) -> None:
 def _refuse(name: str, wrong: bool, value: object, legal: str) -> None:
     if wrong:
         raise ConfigError(f"{name}={value} is not supported by OasisKV: {legal}")
-
-
-def _gib(size: int) -> str:
-    """``size`` bytes in GiB, rounded up, so that the number given is enough."""
-    return f"{-(-size * 10000 // GIB) / 10000:.4f}"
