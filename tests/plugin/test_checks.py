@@ -79,6 +79,7 @@ def test_what_engine_args_gives_is_not_refused(vllm_config):
         ("cache_config", "cache_dtype", "fp8", "set it to auto"),
         ("cache_config", "cache_dtype", "bfloat16", "set it to auto"),
         ("kv_transfer_config", "kv_load_failure_policy", "recompute", "set it to fail"),
+        ("kv_transfer_config", "kv_role", "kv_consumer", "set it to kv_both"),
     ],
 )
 def test_settings_of_vllm(vllm_config, part, name, value, legal):
@@ -127,8 +128,7 @@ def test_multi_modal_models(tmp_path):
     model.save_pretrained(folder)
     args = plugin_args()
     del args["disable_log_stats"]
-    config = EngineArgs(model=str(folder), **args).create_engine_config()
-    message = refused(checks.check_engine, config)
+    message = refused(EngineArgs(model=str(folder), **args).create_engine_config)
     assert f"model={folder}, which is multi-modal, is not supported" in message
     assert "use a model of text alone" in message
 

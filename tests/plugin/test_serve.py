@@ -18,9 +18,7 @@ from openai import APIStatusError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oasiskv import cli
-from oasiskv.errors import ConfigError
 from oasiskv.metrics.catalog import METRICS, PREFIX
-from oasiskv.vllm.serve import split_flags, vllm_arguments
 from plugin.probe import is_greedy
 from plugin.server import Server
 from tiny_folder import ALPHABET
@@ -226,33 +224,3 @@ def test_sigterm_ends_it_and_another_starts_at_once(server, tiny_folder):
     finally:
         code, left = again.end()
     assert (code, left) == (0, [])
-
-
-def test_flags_are_told_apart():
-    arguments = ["--host-gib", "2", "--port", "80", "--budget_tokens=64", "--trust-remote-code"]
-    settings, rest = split_flags(arguments)
-    assert settings == {"host_gib": "2", "budget_tokens": "64"}
-    assert rest == ["--port", "80", "--trust-remote-code"]
-    with pytest.raises(ConfigError, match="--host-gib needs a value"):
-        split_flags(["--host-gib"])
-
-
-@pytest.mark.smoke
-def test_what_vllm_is_given(tiny_folder):
-    arguments = vllm_arguments(str(tiny_folder), ["--host-gib", "2", "--port", "80"])
-    assert arguments[:2] == ["serve", str(tiny_folder)]
-    assert arguments[-2:] == ["--port", "80"]
-    for flag in ("--worker-cls", "--block-size", "--kv-transfer-config", "--no-async-scheduling"):
-        assert flag in arguments
-    with pytest.raises(ConfigError, match="host_gib"):
-        vllm_arguments(str(tiny_folder), [])
-    with pytest.raises(ConfigError, match="--block-size is filled in"):
-        vllm_arguments(str(tiny_folder), ["--host-gib", "2", "--block-size", "32"])
-    with pytest.raises(ConfigError, match="hot_tokens"):
-        vllm_arguments(str(tiny_folder), ["--host-gib", "2", "--hot-tokens", "7"])
-
-
-def test_the_kill_switch_leaves_vllm_as_it_is(tiny_folder, monkeypatch):
-    monkeypatch.setenv("OASISKV_DISABLE", "1")
-    arguments = vllm_arguments(str(tiny_folder), ["--host-gib", "2", "--port", "80"])
-    assert arguments == ["serve", str(tiny_folder), "--port", "80"]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from oasiskv.config import BLOCK_TOKENS
 from oasiskv.errors import ConfigError, StateError
 from oasiskv.stores.machine import available_bytes
-from oasiskv.vllm.compat import DISABLE, TESTED, installed_version, is_draft_layer
+from oasiskv.vllm.compat import BACKENDS, DISABLE, TESTED, installed_version, is_draft_layer
 from oasiskv.vllm.plan import GIB, NULL_BLOCKS, MemoryPlan, gib
 from oasiskv.vllm.settings import CONNECTOR, WORKERS, config_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -70,6 +70,8 @@ def check_engine(vllm_config: VllmConfig) -> None:
         executor,
         "with tensor_parallel_size above 1 set it to mp, so that one scheduler hears all workers",
     )
+    role = vllm_config.kv_transfer_config.kv_role
+    _refuse("kv_role", role != "kv_both", role, "set it to kv_both")
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     _refuse("kv_load_failure_policy", policy != "fail", policy, "set it to fail")
     scheduler = vllm_config.scheduler_config
@@ -123,6 +125,8 @@ def check_worker(worker_cls: str | type, device_type: str) -> None:
     Raises:
         ConfigError: it is not OasisKV's.
     """
+    if worker_cls == WORKERS[device_type]:
+        return
     from oasiskv.vllm.worker import OasisGPUWorker
 
     found = resolve_name(worker_cls) if isinstance(worker_cls, str) else worker_cls
@@ -194,6 +198,29 @@ def check_layers(
         f"True for {vllm_config.model_config.model}, which has sliding windows,",
         "leave it out",
     )
+
+
+def check_backends(vllm_config: VllmConfig, sparse: Iterable[str]) -> None:
+    """Refuse layers whose attention is not ours, whichever of vLLM's flags has chosen it.
+
+    Args:
+        vllm_config: vLLM's configuration, its model being loaded.
+        sparse: names of the layers with full attention.
+
+    Raises:
+        ConfigError: one of them has another backend.
+    """
+    device = vllm_config.device_config.device_type
+    ours = resolve_name(BACKENDS[device])
+    for name in sparse:
+        found = vllm_config.compilation_config.static_forward_context[name].get_attn_backend()
+        _refuse(
+            "attention_backend",
+            not issubclass(found, ours),
+            f"{found.get_name()} for layer {name}",
+            "leave out what chooses another than oasiskv.vllm.engine_args() does "
+            "(attention_backend, attention_config)",
+        )
 
 
 def check_workers(acknowledged: int, vllm_config: VllmConfig) -> None:
