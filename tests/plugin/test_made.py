@@ -92,6 +92,12 @@ def test_a_store_larger_than_any_machine_is_refused_where_it_is_configured(tiny_
         EngineArgs(model=str(tiny_folder), **args).create_engine_config()
 
 
+def test_a_kv_pool_larger_than_any_machine(tiny_folder, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", str(2**17))
+    with pytest.raises(ConfigError, match="do not fit into the CPU's memory"):
+        configured(tiny_folder)
+
+
 class StockLayer:
     """An attention layer as vLLM has it, with a backend of vLLM's."""
 

@@ -95,8 +95,8 @@ QUICK = replace(
 @pytest.mark.parametrize(
     ("change", "fit", "said"),
     [
-        # 1456 / 256 = 5.7; 1 + (591 - 305) / 55 = 6.2. A store of 6 has digests of 144 blocks, which
-        # leave 583 of 727.
+        # 1456 / 256 = 5.7; 1 + (591 - 305) / 55 = 6.2. A store of 6 has digests of 144 blocks, and
+        # 583 of 727 are left.
         ({}, (2, 5), "the host store limits: host_gib=1.0547 would hold 6"),
         ({"workers": 2}, (2, 5), "the host store limits: host_gib=2.1094 would hold 6"),
         ({"most_requests": 4}, (2, 5), "max_num_seqs=4 limits: 5 fit"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from oasiskv.errors import ConfigError
 from oasiskv.stores.machine import total_bytes
 from oasiskv.vllm.checks import check_engine, check_worker
+from oasiskv.vllm.cpu_memory import check_cpu_memory
 from oasiskv.vllm.plan import GIB
 from oasiskv.vllm.settings import config_of, is_asked, stays_dense
 
@@ -20,13 +21,15 @@ def check_made(vllm_config: VllmConfig) -> None:
     An engine without OasisKV's worker and connector is none of ours.
 
     Raises:
-        ConfigError: for the first setting that is not supported, or a store beyond this machine.
+        ConfigError: for the first setting that is not supported, or memory that this machine
+            does not have.
     """
     if not is_asked(vllm_config) or stays_dense(vllm_config):
         return
     check_engine(vllm_config)
     check_worker(vllm_config.parallel_config.worker_cls, vllm_config.device_config.device_type)
     check_machine(vllm_config)
+    check_cpu_memory(vllm_config)
 
 
 def check_machine(vllm_config: VllmConfig) -> None:
