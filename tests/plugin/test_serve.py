@@ -3,12 +3,15 @@
 import http.client
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -214,6 +217,20 @@ def test_a_thousand_bad_requests_leave_memory_where_it_was(server):
     assert server.get("/health")[0] == 200
 
 
+def engine_ends_before_clients_give_up(server):
+    """SIGTERM while they hold streams open: the front end may wait for them, no other does."""
+    request = {"model": "tiny", "prompt": "a" * 100, "max_tokens": 400, "stream": True}
+    with ExitStack() as clients:
+        for _ in range(8):
+            stream = clients.enter_context(server.client.completions.create(**request))
+            next(iter(stream))
+        assert server.engine()
+        server.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 60
+        while server.engine():
+            assert time.monotonic() < deadline
+
+
 def test_sigterm_ends_it_and_another_starts_at_once(server, tiny_folder):
     code, left = server.end()
     assert code == 0
@@ -221,6 +238,7 @@ def test_sigterm_ends_it_and_another_starts_at_once(server, tiny_folder):
     again = Server(tiny_folder)
     try:
         assert again.get("/health")[0] == 200
+        engine_ends_before_clients_give_up(again)
     finally:
         code, left = again.end()
     assert (code, left) == (0, [])
