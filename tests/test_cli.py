@@ -118,6 +118,11 @@ def refused(monkeypatch, capsys, text, *arguments):
         (("--lookahead", "sideways"), "lookahead"),
         (("--draft", "assistant"), "--assistant"),
         (("--cap", 0), "cap_fraction=0.0"),
+        (("--cap", "some"), "--cap"),
+        (("--threshold", "1.5"), "--threshold"),
+        (("--host-gib", 2**17), "GiB of memory are available: lower host_gib"),
+        (("--hot", 2**30, "--threshold", 0), "lower the largest of them"),
+        (("--sink", 2**30, "--threshold", 0), "sink_tokens=1073741824"),
         (("--temperature", -1), "temperature"),
         (("--max-new-tokens", 0), "max_new_tokens=0"),
         (("--device", "abacus"), "abacus"),
@@ -190,6 +195,16 @@ def test_nan_weights(monkeypatch, capsys, prompt, tmp_path):
     refused(monkeypatch, capsys, "NaN", "generate", *arguments)
 
 
+def test_settings_that_may_be_none(monkeypatch, capsys, folder, prompt):
+    configs = []
+    monkeypatch.setattr(cli, "run_generate", lambda *given, **_: configs.append(given[2]) or 1 / 0)
+    for options in (("--cap", "none", "--threshold", "None"), ("--cap", 0.5, "--threshold", 99)):
+        with pytest.raises(ZeroDivisionError):
+            generate(monkeypatch, folder, prompt, *options)
+    found = [(config.cap_fraction, config.threshold_tokens) for config in configs]
+    assert found == [(None, None), (0.5, 99)]
+
+
 def test_a_store_too_small_for_the_request(monkeypatch, capsys, folder, prompt):
     arguments = ("--model", folder, "--prompt-file", prompt, *SMALL, "--host-gib", 2**-15)
     refused(monkeypatch, capsys, "host_gib", "generate", *arguments)
@@ -230,9 +245,3 @@ def test_serving_without_vllm_is_one_line(monkeypatch, capsys, folder):
     assert run(monkeypatch, "serve", folder, "--host-gib", "1", "--port", "8000") == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "vLLM is not installed" in line
-
-
-def test_serving_with_an_illegal_setting_is_one_line(monkeypatch, capsys, folder):
-    assert run(monkeypatch, "serve", folder, "--host-gib", "1", "--hot-tokens", "7") == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "hot_tokens" in line

@@ -26,13 +26,13 @@ def test_every_setting_has_a_row_with_a_description():
 
 
 def test_types_bounds_and_choices():
-    assert "| float | `2.0` | >= 1 |" in row("hysteresis")
+    assert "| float | `2.0` | >= 1, <= 1000000 |" in row("hysteresis")
     assert "| float or None | `0.1` | > 0, <= 1 |" in row("cap_fraction")
     assert "| choice | `always` | `always`, `under_pressure`, `dense` |" in row("mode")
     assert "| choice | `keys4` | `minmax`, `keys4` |" in row("digest")
     lookahead = "| choice | `held_back` | `held_back`, `last_accepted`, `paper` |"
     assert lookahead in row("lookahead")
-    assert "| int or None | `None` | >= 0 |" in row("threshold_tokens")
+    assert "| int or None | `None` | >= 0, <= 1073741824 |" in row("threshold_tokens")
 
 
 def test_the_command_writes_the_page():

@@ -22,7 +22,7 @@ from oasiskv.hf.loading import load_model, pick_device
 from oasiskv.hf.tokens import encode, load_tokenizer
 from oasiskv.models.cli import app as models_app
 from oasiskv.models.resolve import resolve_model
-from oasiskv.options import Device
+from oasiskv.options import Device, or_none
 from oasiskv.trace.cli import app as trace_app
 
 # typer keeps its copy of click private; what it raises on bad usage is the base of BadParameter.
@@ -64,7 +64,12 @@ def generate(
     sink: Annotated[int, typer.Option(help="first tokens, always in the fast tier")] = 16,
     window: Annotated[int, typer.Option(help="most recent tokens, always in the fast tier")] = 64,
     threshold: Annotated[
-        int | None, typer.Option(help="tokens past which decoding is sparse")
+        int | None,
+        typer.Option(
+            help="tokens past which decoding is sparse; none: sink + hot + window + a block",
+            parser=or_none(int),
+            metavar="INTEGER|none",
+        ),
     ] = None,
     dense: Annotated[bool, typer.Option("--dense", help="never go sparse")] = False,
     lookahead: Annotated[LookaheadMode, typer.Option()] = LookaheadMode.HELD_BACK,
@@ -75,7 +80,14 @@ def generate(
     draft_tokens: Annotated[int, typer.Option(help="most drafts in one step")] = 4,
     digest: Annotated[DigestKind, typer.Option()] = DigestKind.KEYS4,
     hysteresis: Annotated[float, typer.Option(help="score factor of resident blocks")] = 2.0,
-    cap: Annotated[float, typer.Option(help="most fetched per step, share of the budget")] = 0.1,
+    cap: Annotated[
+        float | None,
+        typer.Option(
+            help="most fetched per step, share of the budget; none: all of it",
+            parser=or_none(float),
+            metavar="FLOAT|none",
+        ),
+    ] = 0.1,
     host_gib: Annotated[float | None, typer.Option(help="size of the host store")] = None,
     max_new_tokens: Annotated[int, typer.Option()] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
@@ -128,16 +140,15 @@ def generate(
         report.plot(plot)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="built-in name, folder or hub id")],
 ) -> None:
-    """vLLM's OpenAI server with OasisKV.
-
-    OasisKV's settings are flags: --host-gib 64 (needed), --budget-tokens, --hot-tokens and so on,
-    all in docs/settings.md. Every other flag goes to vllm serve, whose --help lists them.
-    """
+    """vLLM's OpenAI server with OasisKV; --help lists its settings and says where vLLM's are."""
     from oasiskv.vllm.serve import serve as run_server
 
     run_server(model, context.args)

@@ -11,6 +11,16 @@ from oasiskv.errors import ConfigError
 BLOCK_TOKENS = 16
 """Tokens of one block, the unit of selection and transfer."""
 
+# Far beyond any that make sense: what is larger is a slip, and would overflow somewhere later.
+_MOST_TOKENS = 2**30
+_MOST_HYSTERESIS = 10**6
+_MOST_TIMEOUT_S = 86400
+# What a process can address on x86-64.
+_MOST_GIB = 2**17
+
+# Characters of a value that an error shows.
+_MOST_SHOWN = 80
+
 
 class OasisConfig(BaseModel):
     """Settings of the sparse path; immutable.
@@ -23,22 +33,31 @@ class OasisConfig(BaseModel):
             value and what would be legal.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     mode: Literal["always", "under_pressure", "dense"] = Field(
         "always",
         description="always: go sparse past the threshold; under_pressure (vLLM only): past it and "
         "only while the fast tier is short of blocks; dense (reference engine only): never",
     )
-    budget_tokens: int = Field(2048, description="K: tokens wanted per step, layer and KV head")
-    hot_tokens: int = Field(3072, description="S: tokens the hot set holds per layer and KV head")
-    sink_tokens: int = Field(16, description="first tokens, always in the fast tier")
+    budget_tokens: int = Field(
+        2048, le=_MOST_TOKENS, description="K: tokens wanted per step, layer and KV head"
+    )
+    hot_tokens: int = Field(
+        3072, le=_MOST_TOKENS, description="S: tokens the hot set holds per layer and KV head"
+    )
+    sink_tokens: int = Field(
+        16, le=_MOST_TOKENS, description="first tokens, always in the fast tier"
+    )
     window_tokens: int = Field(
-        64, description="most recent closed tokens always in the fast tier, beside the open block"
+        64,
+        le=_MOST_TOKENS,
+        description="most recent closed tokens always in the fast tier, beside the open block",
     )
     threshold_tokens: int | None = Field(
         None,
         ge=0,
+        le=_MOST_TOKENS,
         description="context length past which a request goes sparse; None: sink + hot + window "
         "+ one block",
     )
@@ -51,7 +70,7 @@ class OasisConfig(BaseModel):
     hysteresis: float = Field(
         2.0,
         ge=1,
-        allow_inf_nan=False,
+        le=_MOST_HYSTERESIS,
         description="factor on the score of a block that is already in a slot",
     )
     cap_fraction: float | None = Field(
@@ -66,19 +85,24 @@ class OasisConfig(BaseModel):
     )
     draft_tokens: int = Field(4, ge=1, le=64, description="most draft tokens fed in one step")
     prefill_tokens: int = Field(
-        512, ge=1, description="most prompt tokens of one request computed in one step"
+        512,
+        ge=1,
+        le=_MOST_TOKENS,
+        description="most prompt tokens of one request computed in one step",
     )
     host_gib: float | None = Field(
         None,
         gt=0,
-        allow_inf_nan=False,
+        le=_MOST_GIB,
         description="size of the host store, GiB; with tensor parallelism of all ranks' together, "
         "in equal parts; None: what the requests at hand need",
     )
     transfer_timeout_s: float = Field(
-        30.0, gt=0, description="seconds after which a transfer that is waited for has failed"
+        30.0,
+        gt=0,
+        le=_MOST_TIMEOUT_S,
+        description="seconds after which a transfer that is waited for has failed",
     )
-
     checksums: bool = Field(
         False,
         description="keep a checksum of each tile in the host store, and leave out a fetched tile "
@@ -158,10 +182,13 @@ def _describe(error: ValidationError) -> str:
     """One line for the first fault that pydantic found."""
     fault = error.errors()[0]
     name = ".".join(str(part) for part in fault["loc"]) or "settings"
+    found = repr(fault["input"])
+    if len(found) > _MOST_SHOWN:
+        found = f"{found[:_MOST_SHOWN]}..."
     if fault["type"] == "extra_forbidden":
         legal = ", ".join(sorted(OasisConfig.model_fields))
-        text = f"unknown setting {name}={fault['input']!r}; known settings: {legal}"
+        text = f"unknown setting {name}={found}; known settings: {legal}"
     else:
         legal = fault["msg"].replace("Input should", "it must")
-        text = f"{name}={fault['input']!r} is not legal: {legal}"
+        text = f"{name}={found} is not legal: {legal}"
     return " ".join(text.splitlines())

@@ -1,13 +1,11 @@
 """The settings page of the docs, made from ``OasisConfig``: ``python -m oasiskv.settings_page``."""
 
 import sys
-from enum import Enum
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from oasiskv.config import BLOCK_TOKENS, OasisConfig
+from oasiskv.setting_types import bounds_of, choices_of, default_of, type_of
 
 HEAD = f"""# Settings
 
@@ -19,10 +17,14 @@ tokens. The reference engine takes them all but `mode` `under_pressure`. The [vL
 needs `host_gib` and does not take `mode` `dense`, `draft_tokens` and `prefill_tokens`, for which
 vLLM has settings of its own.
 
+`oasiskv serve` takes each as a flag: `--hot-tokens 3072`, a choice by its name, None as `none`, a
+bool as `--checksums` or `--no-checksums`. A file of flags in YAML (vLLM's `--config FILE.yaml`)
+takes the same names: `hot-tokens: 3072`, None as `null`, a bool as `true` or `false`. `vllm serve`
+takes them in the JSON of `kv_connector_extra_config`: `"hot_tokens": 3072`, None as `null`.
+
 | setting | type | default | legal | what it is |
 | --- | --- | --- | --- | --- |
 """
-SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def settings_page() -> str:
@@ -32,29 +34,9 @@ def settings_page() -> str:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    kind, choices = _kind(field.annotation)
-    default = field.default.value if isinstance(field.default, Enum) else field.default
-    bounds = ", ".join(
-        f"{sign} {getattr(rule, rule_name)}"
-        for rule in field.metadata
-        for rule_name, sign in SIGNS.items()
-        if hasattr(rule, rule_name)
-    )
+    legal = ", ".join([f"`{choice}`" for choice in choices_of(field)] or bounds_of(field))
     text = (field.description or "").replace("|", "\\|")
-    return f"| `{name}` | {kind} | `{default}` | {choices or bounds} | {text} |\n"
-
-
-def _kind(annotation: Any) -> tuple[str, str]:  # noqa: ANN401 - a type, or a form of typing
-    """Name of a type, and its choices where it has a few."""
-    if get_origin(annotation) is Literal:
-        return "choice", ", ".join(f"`{choice}`" for choice in get_args(annotation))
-    if get_origin(annotation) in (Union, UnionType):
-        inner = [part for part in get_args(annotation) if part is not NoneType]
-        kinds = " or ".join(_kind(part)[0] for part in inner)
-        return f"{kinds} or None", ""
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return "choice", ", ".join(f"`{member.value}`" for member in annotation)
-    return annotation.__name__, ""
+    return f"| `{name}` | {type_of(field)} | `{default_of(field)}` | {legal} | {text} |\n"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import urllib.request
 import psutil
 from openai import OpenAI
 
+from plugin.leftovers import processes
+
 COMMAND = [sys.executable, "-c", "from oasiskv.cli import main; main()", "serve"]
 SETTINGS = ["--host-gib", "0.0625", "--budget-tokens=64", "--hot_tokens", "448"]
 SETTINGS += ["--threshold-tokens", "64", "--window-tokens", "16", "--lookahead", "last_accepted"]
@@ -62,6 +64,10 @@ class Server:
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method=method)
         with urllib.request.urlopen(request) as answer:
             return answer.status, answer.read().decode()
+
+    def engine(self):
+        """Command lines of the engine's processes that have not ended."""
+        return [line for line in processes(self.process.pid).values() if "VLLM::" in line]
 
     def _listens(self):
         with socket.socket() as client:

@@ -81,6 +81,7 @@ def test_what_engine_args_gives_is_not_refused(vllm_config):
         ("kv_transfer_config", "kv_load_failure_policy", "recompute", "set it to fail"),
         ("model_config", "enable_sleep_mode", True, "leave it out"),
         ("model_config", "enable_cumem_allocator", True, "leave it out"),
+        ("kv_transfer_config", "kv_role", "kv_consumer", "set it to kv_both"),
     ],
 )
 def test_settings_of_vllm(vllm_config, part, name, value, legal):
@@ -129,8 +130,7 @@ def test_multi_modal_models(tmp_path):
     model.save_pretrained(folder)
     args = plugin_args()
     del args["disable_log_stats"]
-    config = EngineArgs(model=str(folder), **args).create_engine_config()
-    message = refused(checks.check_engine, config)
+    message = refused(EngineArgs(model=str(folder), **args).create_engine_config)
     assert f"model={folder}, which is multi-modal, is not supported" in message
     assert "use a model of text alone" in message
 
@@ -263,12 +263,13 @@ PLAN = MemoryPlan(
     hot_blocks=8,
     window_blocks=1,
     pool_block_bytes=BLOCK_BYTES,
+    most_requests=8,
 )
 
 
 def test_tiers_that_just_hold_one_request_are_accepted():
     checks.check_sizes(PLAN)
-    checks.check_sizes(replace(PLAN, pool_blocks=257, store_blocks=0, threshold_tokens=4096))
+    checks.check_sizes(replace(PLAN, pool_blocks=257, threshold_tokens=4096))
 
 
 def test_l1330_a_host_store_smaller_than_one_request():
@@ -277,6 +278,8 @@ def test_l1330_a_host_store_smaller_than_one_request():
     assert "host_gib to at least 0.0040" in message
     assert "max_model_len to at most 4095" in message
     checks.check_sizes(replace(PLAN, store_blocks=255, longest_tokens=4095))
+    # One that stays dense is let in no sooner than the store has room for it.
+    refused(checks.check_sizes, replace(PLAN, store_blocks=255, threshold_tokens=4096))
 
 
 def test_the_host_store_is_shared_out_among_workers():

@@ -1,5 +1,6 @@
 """The memory plan against numbers computed by hand."""
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from oasiskv.config import OasisConfig
 from oasiskv.core.geometry import KVGeometry
+from oasiskv.vllm.logs import log_start
 from oasiskv.vllm.plan import MemoryPlan
 from oasiskv.vllm.shapes import digest_row_bytes
 
@@ -24,6 +26,7 @@ PLAN = MemoryPlan(
     hot_blocks=192,
     window_blocks=4,
     pool_block_bytes=131072,
+    most_requests=256,
 )
 
 
@@ -63,7 +66,102 @@ def test_the_plan_in_words():
     assert str(PLAN) == (
         "HBM (KV pool) 2.000 GiB (16384 blocks), digests 768.00 MiB beside it, host store 4.000 GiB"
         " (32768 blocks), 131072 bytes a block; requests of max_model_len=32760 tokens that fit: "
-        "7 dense, 16 with OasisKV"
+        "7 dense, 16 with OasisKV (the host store limits: host_gib=17.9913 would hold 72)"
+    )
+
+
+def test_dense_requests_are_those_of_vllm_alone_with_the_memory_of_the_digests():
+    # 32768 digests of 24576 bytes are 6144 blocks of the pool: 22527 / 2048 = 10.9...
+    plan = replace(PLAN, digests_in_pool=True)
+    assert (plan.digest_pool_blocks, plan.dense_requests) == (6144, 10)
+    assert (PLAN.digest_pool_blocks, PLAN.dense_requests) == (0, 7)
+
+
+# Of the quick start: 45 KiB of KV a token, 512 MiB of KV memory and its digests of 3/32.
+QUICK = replace(
+    PLAN,
+    pool_blocks=591,
+    store_blocks=1456,
+    block_bytes=737280,
+    digest_bytes=69120,
+    digests_in_pool=True,
+    longest_tokens=4096,
+    hot_blocks=48,
+    threshold_tokens=864,
+    pool_block_bytes=737280,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "fit", "said"),
+    [
+        # 1456 / 256 = 5.7; 1 + (591 - 305) / 55 = 6.2. A store of 6 has digests of 144 blocks, and
+        # 583 of 727 are left.
+        ({}, (2, 5), "the host store limits: host_gib=1.0547 would hold 6"),
+        ({"workers": 2}, (2, 5), "the host store limits: host_gib=2.1094 would hold 6"),
+        ({"most_requests": 4}, (2, 5), "max_num_seqs=4 limits: 5 fit"),
+        (
+            {"store_blocks": 600, "most_requests": 4},
+            (2, 2),
+            "the host store limits: host_gib=0.7032 would hold 4",
+        ),
+        # Less for digests, more for the pool: all of the 727 blocks but 144.
+        (
+            {"store_blocks": 4368, "pool_blocks": 318},
+            (2, 1),
+            "the KV pool limits: host_gib=1.0547 would hold 6",
+        ),
+        (
+            {"store_blocks": 1536, "pool_blocks": 583},
+            (2, 6),
+            "the KV pool limits: raise kv_cache_memory_bytes and host_gib, or lower hot_tokens",
+        ),
+        (
+            {"store_blocks": 2000, "digests_in_pool": False},
+            (2, 6),
+            "the KV pool limits: raise kv_cache_memory_bytes, or lower hot_tokens",
+        ),
+        (
+            {"longest_tokens": 864},
+            (13, 10),
+            "none of them passes the threshold of 864 tokens, so OasisKV makes no room: raise "
+            "max_model_len, or lower hot_tokens or threshold_tokens",
+        ),
+    ],
+)
+def test_what_limits_and_what_to_change(change, fit, said):
+    plan = replace(QUICK, **change)
+    assert (plan.dense_requests, plan.sparse_requests) == fit
+    assert plan.limit == said
+
+
+@pytest.mark.parametrize("digests_in_pool", [False, True])
+@pytest.mark.parametrize("store_blocks", [256, 1456, 4000])
+def test_the_advice_holds_what_it_says_and_none_holds_more(digests_in_pool, store_blocks):
+    plan = replace(QUICK, digests_in_pool=digests_in_pool, store_blocks=store_blocks)
+    memory = plan.pool_blocks + plan.digest_pool_blocks
+
+    def fit(store):
+        digests = -(-store * plan.digest_bytes // plan.pool_block_bytes) if digests_in_pool else 0
+        return replace(plan, store_blocks=store, pool_blocks=memory - digests).sparse_requests
+
+    assert plan.best.sparse_requests == max(fit(store) for store in range(0, 9000, 256))
+    assert plan.best.sparse_requests == fit(plan.best.store_blocks)
+
+
+def test_fewer_than_vllm_alone_is_a_warning(caplog, monkeypatch):
+    config = OasisConfig(host_gib=1, budget_tokens=512, hot_tokens=768)
+    fewer = replace(QUICK, pool_blocks=20000)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    for plan, warned in [(QUICK, False), (fewer, True), (replace(fewer, most_requests=5), False)]:
+        caplog.clear()
+        log_start(config, plan)
+        warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        assert (warnings != []) == plan.holds_fewer == warned
+    log_start(config, fewer)
+    assert caplog.records[-1].getMessage() == (
+        "OasisKV holds fewer requests of max_model_len=4096 tokens at once (5) than vLLM alone "
+        "(78): the host store limits: host_gib=44.1211 would hold 251"
     )
 
 

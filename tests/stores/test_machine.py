@@ -2,7 +2,7 @@
 
 import pytest
 
-from oasiskv.stores.machine import available_bytes, numa_cpus
+from oasiskv.stores.machine import available_bytes, numa_cpus, total_bytes
 
 MEMINFO = "MemTotal:       1000 kB\nMemAvailable:   500 kB\nHugePages_Total:       0\n"
 
@@ -33,23 +33,24 @@ def cgroup_1(limit):
 
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("files", "available", "total"),
     [
-        ({}, 512_000),
-        (cgroup("max"), 512_000),
-        (cgroup(400_000), 190_000),
-        (cgroup(10**9), 512_000),
-        (cgroup(100_000), 0),
-        (cgroup_1(400_000), 190_000),
-        (cgroup_1(2**63 - 4096), 512_000),
+        ({}, 512_000, 1_024_000),
+        (cgroup("max"), 512_000, 1_024_000),
+        (cgroup(400_000), 190_000, 400_000),
+        (cgroup(10**9), 512_000, 1_024_000),
+        (cgroup(100_000), 0, 100_000),
+        (cgroup_1(400_000), 190_000, 400_000),
+        (cgroup_1(2**63 - 4096), 512_000, 1_024_000),
     ],
 )
-def test_available_memory_is_the_machines_or_the_containers(tmp_path, files, expected):
-    assert available_bytes(write(tmp_path, {"proc/meminfo": MEMINFO} | files)) == expected
+def test_memory_is_the_machines_or_the_containers(tmp_path, files, available, total):
+    root = write(tmp_path, {"proc/meminfo": MEMINFO} | files)
+    assert (available_bytes(root), total_bytes(root)) == (available, total)
 
 
 def test_this_machine_has_some():
-    assert 0 < available_bytes() < 2**50
+    assert 0 < available_bytes() <= total_bytes() < 2**50
 
 
 def nodes(*cpulists, device="1"):

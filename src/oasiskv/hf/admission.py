@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from oasiskv.config import OasisConfig
 from oasiskv.drafts.verify import Sampling
-from oasiskv.errors import PromptError, StoreFullError
+from oasiskv.errors import ConfigError, PromptError, StoreFullError
 from oasiskv.hf.loading import LoadedModel
 from oasiskv.hf.memory import RequestKV
 from oasiskv.hf.request import Request
 from oasiskv.stores.base import Store
+from oasiskv.stores.machine import available_bytes
 
 
 def check_prompt(
@@ -49,6 +52,32 @@ def check_store(loaded: LoadedModel, store: Store, request_id: str, tokens: int)
         raise StoreFullError(
             f"request {request_id} closes up to {blocks} blocks and the store holds "
             f"{store.capacity_blocks}; raise host_gib or ask for fewer new tokens"
+        )
+
+
+def check_sparse_size(loaded: LoadedModel, config: OasisConfig, tokens: int) -> None:
+    """Refuse a request that will go sparse into more than there is of the fast tier.
+
+    Args:
+        loaded: the model.
+        config: settings.
+        tokens: most that the request will have.
+
+    Raises:
+        ConfigError: sink, hot set and window alone are larger.
+    """
+    longest = min(tokens, loaded.max_tokens)
+    if config.mode == "dense" or longest <= config.resolved_threshold_tokens:
+        return
+    kept = config.sink_blocks + config.hot_blocks + config.window_blocks
+    needed = kept * loaded.geometry.block_bytes
+    on_gpu = loaded.device.type == "cuda"
+    has = torch.cuda.mem_get_info(loaded.device)[0] if on_gpu else available_bytes()
+    if needed > has:
+        raise ConfigError(
+            f"hot_tokens={config.hot_tokens}, sink_tokens={config.sink_tokens} and "
+            f"window_tokens={config.window_tokens} take {needed} bytes of a sparse request, and "
+            f"{has} are available on {loaded.device}: lower the largest of them"
         )
 
 

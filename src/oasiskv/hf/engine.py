@@ -14,7 +14,7 @@ from oasiskv.drafts.base import DraftSource, NoDrafts
 from oasiskv.drafts.lookahead import LookaheadMode, lookahead_row, split_drafts
 from oasiskv.drafts.verify import Sampling, accept_known, verify
 from oasiskv.errors import ConfigError, OasisError, PromptError, StoreFullError, TransferError
-from oasiskv.hf.admission import check_prompt, check_store, make_request
+from oasiskv.hf.admission import check_prompt, check_sparse_size, check_store, make_request
 from oasiskv.hf.batch import Segment, StepBatch
 from oasiskv.hf.loading import LoadedModel
 from oasiskv.hf.request import Phase, Request
@@ -148,6 +148,7 @@ class Engine:
         check_prompt(self.loaded, prompt, max_new_tokens, forced)
         if self.tiering is not None:
             check_store(self.loaded, self.tiering.store, request_id, len(prompt) + max_new_tokens)
+        check_sparse_size(self.loaded, self.config, len(prompt) + max_new_tokens)
         request = make_request(
             self.loaded,
             self.config,

@@ -13,7 +13,7 @@ from oasiskv.ops.gather.reference import gather_tiles
 from oasiskv.stores.allocator import BlockAllocator
 from oasiskv.stores.base import Store, Ticket
 from oasiskv.stores.checksums import TileChecksums
-from oasiskv.stores.machine import numa_cpus
+from oasiskv.stores.machine import available_bytes, numa_cpus
 from oasiskv.stores.pinned import PinnedMemory
 from oasiskv.stores.pinner import CudaPinner
 
@@ -54,6 +54,7 @@ class HostStore(Store):
         shape = (capacity_blocks, geometry.num_layers, geometry.num_kv_heads, *geometry.tile_shape)
         self.memory = _pin(geometry, capacity_blocks) if self.pinned else None
         if self.memory is None:
+            _check_room(capacity_blocks * geometry.block_bytes)
             self._pool = torch.empty(shape, dtype=geometry.dtype, pin_memory=self.pinned)
         else:
             self._pool = self.memory.tensor.view(geometry.dtype).view(shape)
@@ -137,6 +138,16 @@ class HostStore(Store):
         """Completions since the last call; there is never one to wait for."""
         completed, self._completed = self._completed, []
         return completed
+
+
+def _check_room(nbytes: int) -> None:
+    """Refuse what Linux might give, and then kill the process that touches it."""
+    available = available_bytes()
+    if nbytes > available:
+        raise ConfigError(
+            f"the host store needs {nbytes / _GIB:.3f} GiB, and {available / _GIB:.3f} GiB of "
+            "memory are available: lower host_gib, or raise the container's memory"
+        )
 
 
 def _pin(geometry: KVGeometry, blocks: int) -> PinnedMemory | None:

@@ -16,19 +16,35 @@ def available_bytes(root: Path = Path("/")) -> int:
     Args:
         root: where ``proc`` and ``sys`` are.
     """
+    left = (limit - used for limit, used in _in_cgroups(root / "sys/fs/cgroup"))
+    return max(0, min([_of_machine(root, "MemAvailable"), *left]))
+
+
+def total_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that there are, taken or not: the machine's and its container's.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    limits = (limit for limit, _ in _in_cgroups(root / "sys/fs/cgroup"))
+    return min([_of_machine(root, "MemTotal"), *limits])
+
+
+def _of_machine(root: Path, name: str) -> int:
     lines = (root / "proc/meminfo").read_text().splitlines()
-    machine = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
-    return max(0, min([1024 * machine["MemAvailable"], *_in_cgroups(root / "sys/fs/cgroup")]))
+    machine = dict(line.split(":") for line in lines)
+    return 1024 * int(machine[name].split()[0])
 
 
-def _in_cgroups(folder: Path) -> Iterator[int]:
+def _in_cgroups(folder: Path) -> Iterator[tuple[int, int]]:
+    """Bytes that a container may have, and that it has and keeps."""
     for limit_name, used_name, inactive_name in _CGROUPS:
         limit, used = folder / limit_name, folder / used_name
         # The root of the hierarchy has no limit, and no such files.
         if not (limit.exists() and used.exists()) or limit.read_text().strip() == "max":
             continue
         stat = dict(line.split() for line in (used.parent / "memory.stat").read_text().splitlines())
-        yield int(limit.read_text()) - int(used.read_text()) + int(stat.get(inactive_name, 0))
+        yield int(limit.read_text()), int(used.read_text()) - int(stat.get(inactive_name, 0))
 
 
 def numa_cpus(pci_address: str, root: Path = Path("/")) -> set[int] | None:

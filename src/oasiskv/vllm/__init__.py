@@ -4,13 +4,22 @@ from typing import Any
 
 from oasiskv.config import BLOCK_TOKENS, OasisConfig
 from oasiskv.vllm.checks import check_platform
-from oasiskv.vllm.compat import DISABLE, disabled, installed_version, register_cuda_backend
+from oasiskv.vllm.compat import (
+    DISABLE,
+    check_engines_to_come,
+    disabled,
+    installed_version,
+    register_cuda_backend,
+)
 from oasiskv.vllm.logs import logger
+from oasiskv.vllm.made import check_made
 from oasiskv.vllm.settings import CONNECTOR, WORKERS, check_settings
 
 
 def engine_args(**settings: Any) -> dict[str, Any]:  # noqa: ANN401 - those of OasisConfig
     """Arguments for ``vllm.LLM`` or ``AsyncEngineArgs``; none if OASISKV_DISABLE=1.
+
+    Engines that this process configures later with our worker or connector are checked at once.
 
     Args:
         settings: those of ``OasisConfig``; ``host_gib`` is needed.
@@ -23,12 +32,8 @@ def engine_args(**settings: Any) -> dict[str, Any]:  # noqa: ANN401 - those of O
         return {}
     config = OasisConfig(**settings)
     check_settings(config)
-    # Imported late: vLLM need not be installed to switch the plugin off or to check settings.
-    installed_version()
-    from vllm.platforms import current_platform
-
-    platform = current_platform.device_type
-    check_platform(platform)
+    platform = platform_of_engines()
+    check_engines_to_come(check_made)
     arguments = {
         "worker_cls": WORKERS[platform],
         "block_size": BLOCK_TOKENS,
@@ -44,6 +49,21 @@ def engine_args(**settings: Any) -> dict[str, Any]:  # noqa: ANN401 - those of O
         # vLLM schedules ahead where it can; what a step accepted is needed before the next.
         arguments |= {"attention_backend": "CUSTOM", "async_scheduling": False}
     return arguments
+
+
+def platform_of_engines() -> str:
+    """The kind of device that vLLM has here.
+
+    Raises:
+        ConfigError: it is not supported, or this vLLM is not, or there is none.
+    """
+    # Imported late: vLLM need not be installed to switch the plugin off or to check settings.
+    installed_version()
+    from vllm.platforms import current_platform
+
+    platform: str = current_platform.device_type
+    check_platform(platform)
+    return platform
 
 
 def register() -> None:

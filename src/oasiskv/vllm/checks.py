@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from oasiskv.config import BLOCK_TOKENS
 from oasiskv.errors import ConfigError, StateError
 from oasiskv.stores.machine import available_bytes
-from oasiskv.vllm.compat import DISABLE, TESTED, installed_version, is_draft_layer
-from oasiskv.vllm.plan import GIB, NULL_BLOCKS, MemoryPlan
+from oasiskv.vllm.compat import BACKENDS, DISABLE, TESTED, installed_version, is_draft_layer
+from oasiskv.vllm.plan import GIB, NULL_BLOCKS, MemoryPlan, gib
 from oasiskv.vllm.settings import CONNECTOR, WORKERS, config_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -70,6 +70,8 @@ def check_engine(vllm_config: VllmConfig) -> None:
         executor,
         "with tensor_parallel_size above 1 set it to mp, so that one scheduler hears all workers",
     )
+    role = vllm_config.kv_transfer_config.kv_role
+    _refuse("kv_role", role != "kv_both", role, "set it to kv_both")
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     _refuse("kv_load_failure_policy", policy != "fail", policy, "set it to fail")
     scheduler = vllm_config.scheduler_config
@@ -126,6 +128,8 @@ def check_worker(worker_cls: str | type, device_type: str) -> None:
     Raises:
         ConfigError: it is not OasisKV's.
     """
+    if worker_cls == WORKERS[device_type]:
+        return
     from oasiskv.vllm.worker import OasisGPUWorker
 
     found = resolve_name(worker_cls) if isinstance(worker_cls, str) else worker_cls
@@ -199,6 +203,29 @@ def check_layers(
     )
 
 
+def check_backends(vllm_config: VllmConfig, sparse: Iterable[str]) -> None:
+    """Refuse layers whose attention is not ours, whichever of vLLM's flags has chosen it.
+
+    Args:
+        vllm_config: vLLM's configuration, its model being loaded.
+        sparse: names of the layers with full attention.
+
+    Raises:
+        ConfigError: one of them has another backend.
+    """
+    device = vllm_config.device_config.device_type
+    ours = resolve_name(BACKENDS[device])
+    for name in sparse:
+        found = vllm_config.compilation_config.static_forward_context[name].get_attn_backend()
+        _refuse(
+            "attention_backend",
+            not issubclass(found, ours),
+            f"{found.get_name()} for layer {name}",
+            "leave out what chooses another than oasiskv.vllm.engine_args() does "
+            "(attention_backend, attention_config)",
+        )
+
+
 def check_workers(acknowledged: int, vllm_config: VllmConfig) -> None:
     """What only some workers have stored must not leave HBM.
 
@@ -233,7 +260,7 @@ def check_host_memory(nbytes: int, vllm_config: VllmConfig) -> None:
     if nbytes * together > available:
         raise ConfigError(
             f"host_gib is too large: the host store of this machine's workers ({together}) needs "
-            f"{_gib(nbytes * together)} GiB, and {available / GIB:.4f} GiB of memory are "
+            f"{gib(nbytes * together)} GiB, and {available / GIB:.4f} GiB of memory are "
             "available; lower host_gib, or raise the container's memory"
         )
 
@@ -252,7 +279,7 @@ def check_digests(available: int, digests: int, store_blocks: int) -> None:
     if digests >= available:
         raise ConfigError(
             f"host_gib is too large: the digests of {store_blocks} store blocks take "
-            f"{_gib(digests)} GiB of the {_gib(available)} GiB of KV memory; lower host_gib, set "
+            f"{gib(digests)} GiB of the {gib(available)} GiB of KV memory; lower host_gib, set "
             "digest to minmax, or give vLLM more KV memory (gpu_memory_utilization, "
             "kv_cache_memory_bytes)"
         )
@@ -266,11 +293,11 @@ def check_sizes(plan: MemoryPlan) -> None:
     """
     size = plan.block_tokens
     least = plan.stored_blocks * plan.block_bytes * plan.workers
-    if plan.goes_sparse and plan.store_blocks < plan.stored_blocks:
+    if plan.store_blocks < plan.stored_blocks:
         raise ConfigError(
             f"host_gib is too small: the host store holds {plan.store_blocks * size} tokens and a "
             f"request of max_model_len={plan.longest_tokens} needs {plan.stored_blocks * size}; "
-            f"set host_gib to at least {_gib(least)} or "
+            f"set host_gib to at least {gib(least)} or "
             f"max_model_len to at most {(plan.store_blocks + 1) * size - 1}"
         )
     if plan.pool_blocks < plan.needed_pool_blocks:
@@ -292,8 +319,3 @@ def check_sizes(plan: MemoryPlan) -> None:
 def _refuse(name: str, wrong: bool, value: object, legal: str) -> None:
     if wrong:
         raise ConfigError(f"{name}={value} is not supported by OasisKV: {legal}")
-
-
-def _gib(size: int) -> str:
-    """``size`` bytes in GiB, rounded up, so that the number given is enough."""
-    return f"{-(-size * 10000 // GIB) / 10000:.4f}"

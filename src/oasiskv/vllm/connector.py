@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from vllm.config import VllmConfig
@@ -25,7 +25,7 @@ from oasiskv.vllm.plan import plan_of
 from oasiskv.vllm.prom import OasisPromMetrics
 from oasiskv.vllm.runtime import Runtime, install_runtime, uninstall_runtime
 from oasiskv.vllm.scheduling import ScheduledRequest, SchedulerState, state_of
-from oasiskv.vllm.settings import config_of, stays_dense
+from oasiskv.vllm.settings import config_of, other_connector, stays_dense
 from oasiskv.vllm.shapes import sparse_group
 from oasiskv.vllm.stats import OasisStats, build_stats, scheduler_stats
 
@@ -322,3 +322,10 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Closed blocks are written after the sampler, by the worker."""
+
+
+def __getattr__(name: str) -> NoReturn:
+    """vLLM looks here for another connector where one of its flags has put that in our place."""
+    if name.endswith("Connector"):
+        raise other_connector(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

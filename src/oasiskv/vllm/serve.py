@@ -4,108 +4,105 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from oasiskv.config import OasisConfig
 from oasiskv.errors import ConfigError
 from oasiskv.models.resolve import resolve_model
-from oasiskv.vllm import engine_args
-from oasiskv.vllm.compat import run_vllm_serve
-from oasiskv.vllm.settings import VLLM_HAS
+from oasiskv.vllm import engine_args, platform_of_engines
+from oasiskv.vllm.compat import disabled, installed_version
+from oasiskv.vllm.flags import add_flags, help_text, take_settings
 
-SETTINGS = [name for name in OasisConfig.model_fields if name not in VLLM_HAS]
-"""Settings of OasisKV that are flags here, ``--budget-tokens 1024``."""
+if TYPE_CHECKING:
+    from oasiskv.vllm.command import ServeCommand
 
 _ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 """What vLLM reads that OasisKV needs."""
 
-
-class Flags(NamedTuple):
-    """A command line, taken apart.
-
-    Attributes:
-        settings: OasisKV's, by name, values as written.
-        rest: vLLM's, as they are.
-    """
-
-    settings: dict[str, str]
-    rest: list[str]
+_HELP = ("-h", "--help")
 
 
-def split_flags(arguments: Sequence[str]) -> Flags:
-    """Tell OasisKV's flags from vLLM's.
-
-    Args:
-        arguments: ``--name value`` or ``--name=value`` with dashes or underscores; anything else is
-            vLLM's.
-
-    Raises:
-        ConfigError: one of OasisKV's has no value.
-    """
-    settings: dict[str, str] = {}
-    rest: list[str] = []
-    left = list(arguments)
-    while left:
-        argument = left.pop(0)
-        flag, has_value, value = argument.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--") or name not in SETTINGS:
-            rest.append(argument)
-            continue
-        if not has_value:
-            if not left:
-                raise ConfigError(f"{flag} needs a value, such as {flag} 1024")
-            value = left.pop(0)
-        settings[name] = value
-    return Flags(settings, rest)
-
-
-def vllm_arguments(model: str, arguments: Sequence[str]) -> list[str]:
-    """The command line of ``vllm``, from ``serve`` on.
+def serve(model: str, words: Sequence[str]) -> None:
+    """Run vLLM's server in this process until it ends.
 
     Args:
         model: built-in name, folder or hub id.
-        arguments: OasisKV's settings as flags, and any flags of ``vllm serve``.
+        words: OasisKV's settings as flags, and any flags of ``vllm serve``.
 
     Raises:
         ConfigError: a setting is unknown or not legal, this vLLM is not supported, or a flag of
             vLLM's is given that OasisKV fills in.
         ModelError: there is no such model.
     """
-    settings, rest = split_flags(arguments)
-    filled = engine_args(**settings)
-    if filled:
-        filled["async_scheduling"] = False
-    given = {argument.partition("=")[0].replace("_", "-") for argument in rest}
-    for name in filled:
-        flag = "--" + name.replace("_", "-")
-        if given & {flag, flag.replace("--", "--no-", 1)}:
-            raise ConfigError(
-                f"{flag} is filled in by oasiskv serve: leave it out, or run vllm serve with all "
-                "of OasisKV's flags"
-            )
-    folder = str(resolve_model(model))
-    if folder != model and "--served-model-name" not in given:
-        rest += ["--served-model-name", model]
-    return ["serve", folder, *_as_flags(filled), *rest]
-
-
-def serve(model: str, arguments: Sequence[str]) -> None:
-    """Run vLLM's server in this process until it ends; arguments as of ``vllm_arguments``."""
-    command = vllm_arguments(model, arguments)
+    if any(word in _HELP for word in (model, *words)):
+        sys.stdout.write(help_text())
+        return
+    if model.startswith("-"):
+        raise ConfigError(f"{model} stands where MODEL is needed: oasiskv serve MODEL [flags]")
+    command = make_command()
+    parsed = parse(command, model, words)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    run_vllm_serve(command)
+    command.run(parsed, [model, *words])
 
 
-def _as_flags(arguments: dict[str, Any]) -> list[str]:
-    flags: list[str] = []
+def make_command() -> ServeCommand:
+    """The command line of ``vllm serve``, with OasisKV's flags.
+
+    Raises:
+        ConfigError: this vLLM is not supported.
+    """
+    if disabled():
+        installed_version()
+    else:
+        platform_of_engines()
+    # Imported late: only now it is known that vLLM is there, and has what we need.
+    from oasiskv.vllm.command import ServeCommand
+
+    return ServeCommand(add_flags)
+
+
+def parse(command: ServeCommand, model: str, words: Sequence[str]) -> Namespace:
+    """A command line as ``vllm serve`` is to have it; arguments and errors as of ``serve``.
+
+    What is compared is what vLLM has read, however it was written: abbreviated, with dots, in a
+    file of flags.
+    """
+    parsed = command.parse([model, *words])
+    filled = engine_args(**take_settings(parsed))
+    if filled:
+        filled["async_scheduling"] = False
+    # vLLM's parser knows of which type it has each.
+    ours = command.parse([model, *_as_words(filled)])
+    for name in filled:
+        found, wanted = getattr(parsed, name), getattr(ours, name)
+        if found not in (command.default(name), wanted):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is filled in by oasiskv serve with {_short(wanted)}, "
+                f"and {_short(found)} is given: leave it out of the command line and of the file "
+                "of flags, or run vllm serve with all of OasisKV's flags"
+            )
+        setattr(parsed, name, wanted)
+    parsed.model_tag = str(resolve_model(model))
+    if parsed.model_tag != model and not parsed.served_model_name:
+        parsed.served_model_name = [model]
+    return parsed
+
+
+def _as_words(arguments: dict[str, Any]) -> list[str]:
+    words: list[str] = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
+            words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             text = json.dumps(value) if isinstance(value, dict) else str(value)
-            flags += [f"--{flag}", text]
-    return flags
+            words += [f"--{flag}", text]
+    return words
+
+
+def _short(value: object) -> object:
+    """A value as an error shows it: of a KV connector's configuration the connector."""
+    return getattr(value, "kv_connector", value)

@@ -35,13 +35,26 @@ def config_of(vllm_config: VllmConfig) -> OasisConfig:
     """
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector != CONNECTOR:
-        raise ConfigError(
-            f"kv_transfer_config={transfer and transfer.kv_connector} does not go with OasisKV's "
-            f"worker: set kv_connector to {CONNECTOR}, as oasiskv.vllm.engine_args() does"
-        )
+        raise other_connector(transfer and transfer.kv_connector)
     config = OasisConfig(**transfer.kv_connector_extra_config)
     check_settings(config)
     return config
+
+
+def other_connector(name: str | None) -> ConfigError:
+    """The error where vLLM would take connector ``name``: vLLM has flags that choose one."""
+    return ConfigError(
+        f"kv_transfer_config kv_connector={name} does not go with OasisKV: set kv_connector to "
+        f"{CONNECTOR}, as oasiskv.vllm.engine_args() does, and leave out what makes vLLM take "
+        "another (kv_offloading_size)"
+    )
+
+
+def is_asked(vllm_config: VllmConfig) -> bool:
+    """Whether an engine is to run with OasisKV: with its worker or its connector."""
+    transfer = vllm_config.kv_transfer_config
+    asked = transfer is not None and transfer.kv_connector == CONNECTOR
+    return asked or vllm_config.parallel_config.worker_cls in WORKERS.values()
 
 
 def stays_dense(vllm_config: VllmConfig) -> bool:

@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from oasiskv.drafts.lookahead import LookaheadMode
 from oasiskv.vllm.checks import (
+    check_backends,
     check_digests,
     check_engine,
     check_host_memory,
@@ -52,6 +53,7 @@ class OasisGPUWorker(Worker):
             if type(spec) is FullAttentionSpec and spec.sliding_window is None
         }
         check_layers(self.vllm_config, specs, full)
+        check_backends(self.vllm_config, full)
         self._models = models_of(self.vllm_config, full)
         config = config_of(self.vllm_config)
         bounded = {name: OasisSpec.of(spec, config, self._models) for name, spec in full.items()}
