@@ -81,21 +81,15 @@ def test_a_store_beyond_the_machine(tiny_folder, monkeypatch, part, elsewhere):
     if elsewhere:
         made.check_machine(config)
     else:
-        with pytest.raises(ConfigError, match=r"host_gib=1[.]0 is too large: this machine"):
+        with pytest.raises(ConfigError, match=r"host_gib=1\.0 is too large: this machine"):
             made.check_machine(config)
 
 
 @pytest.mark.smoke
 def test_a_store_larger_than_any_machine_is_refused_where_it_is_configured(tiny_folder):
     args = STOCK | oasiskv.vllm.engine_args(host_gib=2**17)
-    with pytest.raises(ConfigError, match=r"host_gib=131072[.]0 is too large: this machine"):
+    with pytest.raises(ConfigError, match=r"host_gib=131072\.0 is too large: this machine"):
         EngineArgs(model=str(tiny_folder), **args).create_engine_config()
-
-
-def test_a_kv_pool_larger_than_any_machine(tiny_folder, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", str(2**17))
-    with pytest.raises(ConfigError, match="do not fit into the CPU's memory"):
-        configured(tiny_folder)
 
 
 class StockLayer:
