@@ -12,7 +12,7 @@ from oasiskv.drafts import verify as verify_module
 from oasiskv.drafts.verify import Sampling, probabilities, verify
 
 VOCAB = 8
-DRAWS = 20_000
+DRAWS = 8_000
 SIGNIFICANCE = 1e-3
 START = 0
 

@@ -133,7 +133,8 @@ def test_what_is_beside_a_lane_changes_nothing():
     settings = [setting(name, config) for name in ALONE for config in (CONFIG, SMALL)]
     together = decode(asked, settings)
     for q, one in enumerate(asked):
-        for each in settings:
+        # Each method alone with both configurations, one of them on each question.
+        for each in settings[q::2]:
             [alone] = decode([one], [each])
             ours, theirs = together[q][each], alone[each]
             assert ours.tokens == theirs.tokens

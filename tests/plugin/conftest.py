@@ -1,6 +1,8 @@
 """Tests inside vLLM: only where it is installed, in this process, on two-layer random models."""
 
+import gc
 import os
+from functools import cache
 from importlib.util import find_spec
 
 import pytest
@@ -10,6 +12,8 @@ from tiny_folder import save_tiny
 # vLLM reads these when it is imported or when an engine starts.
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
+    # n-gram drafts import numba, whose threads are torch's too from then on, above OMP_NUM_THREADS.
+    "NUMBA_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # Several ranks may share a core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -32,6 +36,27 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("soak"):
                 item.add_marker(pytest.mark.skip(reason="needs -m soak"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_start_fast():
+    """An engine's start and end take a tenth of a second instead of three.
+
+    vLLM collects garbage seven times meanwhile, each time among all that is imported; and from 0.32
+    on it looks for its kernels in all modules, to put others in their place for good.
+    """
+    from vllm.platforms import current_platform
+
+    platform, name = type(current_platform), "register_triton_kernel_overrides"
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(platform, name):
+            patch.setattr(platform, name, staticmethod(cache(getattr(platform, name))))
+        gc.collect()
+        gc.freeze()
+        # It would thaw what is imported, too.
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -19,20 +19,31 @@ def processes(session):
     return found
 
 
+def mapped(process="self"):
+    """Files of shared memory that a process has mapped."""
+    try:
+        maps = Path(f"/proc/{process}/maps").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return set()
+    return {line.split()[5] for line in maps if SHARED in line}
+
+
 def ownerless():
-    """Files of shared memory that no process has mapped: nobody will remove them."""
+    """Files of shared memory that no process has mapped: nobody will remove them.
+
+    Other tests run beside this one, and what they are about to map or to remove is not mapped for
+    a moment: so it is looked for twice.
+    """
+    return _unmapped() & _unmapped()
+
+
+def _unmapped():
     there = {str(path) for path in Path(SHARED).iterdir()}
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            there -= {line.split()[-1] for line in maps.read_text().splitlines() if SHARED in line}
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return there
+    return there.difference(*(mapped(p.name) for p in Path("/proc").glob("[0-9]*")))
 
 
 def own():
     """Shared memory, threads and child processes of this process."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    shared = {line.split()[-1] for line in maps if SHARED in line}
+    shared = mapped()
     children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
     return shared, {thread.name for thread in threading.enumerate()}, set(children)

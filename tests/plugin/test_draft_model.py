@@ -54,8 +54,10 @@ def draft_probed(tiny_folder, draft_folder, drafts, lookahead, **args):
     return probed(tiny_folder, settings=settings, speculative_config=speculative, **args)
 
 
-@pytest.mark.parametrize("lookahead", ["last_accepted", "held_back", "paper"])
-@pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.parametrize(
+    ("lookahead", "drafts"),
+    [("last_accepted", 3), ("held_back", 3), ("paper", 3), ("held_back", 1)],
+)
 def test_every_draft_is_right_and_accepted_as_the_mode_says(
     tiny_folder, draft_folder, model, lookahead, drafts
 ):
@@ -124,14 +126,19 @@ def test_preempted_sparse(tiny_folder, draft_folder, model, caching):
         driver.assert_right_and_all_back(model)
 
 
-@pytest.mark.parametrize("steps", [2, 4, 9])
-def test_abort(tiny_folder, draft_folder, model, steps):
+@pytest.fixture(scope="module")
+def probe(tiny_folder, draft_folder):
     with draft_probed(tiny_folder, draft_folder, 3, "held_back") as probe:
-        driver = Driver(probe)
-        driver.add("aborted", prompt_of(200), 100)
-        driver.step(steps)
-        driver.add("other", prompt_of(50), 12)
-        driver.abort("aborted")
-        driver.finish()
-        assert set(driver.done) == {"other"}
-        driver.assert_right_and_all_back(model)
+        yield probe
+
+
+@pytest.mark.parametrize("steps", [2, 4, 9])
+def test_abort(probe, model, steps):
+    driver = Driver(probe)
+    driver.add("aborted", prompt_of(200, seed=steps), 100)
+    driver.step(steps)
+    driver.add("other", prompt_of(50), 12)
+    driver.abort("aborted")
+    driver.finish()
+    assert set(driver.done) == {"other"}
+    driver.assert_right_and_all_back(model)

@@ -167,7 +167,7 @@ def test_real_weights_at_every_number_of_tokens_in_the_open_block():
     folder = resolve_model("smollm2-135m")
     text = data_path("texts/persuasion.txt").read_text(encoding="utf-8")
     ids = encode(load_tokenizer(folder), text, chat=False)
-    prompts = [ids[500 * i : 500 * i + 160 + i] for i in range(16)]
+    prompts = [ids[500 * i : 500 * i + 96 + i] for i in range(16)]
     args = {"max_model_len": 512, "max_num_seqs": 16, "enable_prefix_caching": False}
     with engine(folder, num_gpu_blocks_override=300, **args) as llm:
         stock = greedy(llm, prompts, NEW)

@@ -90,20 +90,18 @@ def test_what_a_sparse_request_decodes_is_nobody_elses_prefix(tiny_folder, model
         forget_hbm(probe)
         [(more, found)] = cached_tokens(probe, [prompt + tokens], 8)
         assert found == len(prompt) // 16 * 16
+        assert probe.state.store.kept_blocks
         assert is_greedy(model, prompt + tokens, more)
         probe.assert_all_back()
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_without_vllms_prefix_caching_nothing_is_shared(tiny_folder, caching):
-    with probed(tiny_folder, num_gpu_blocks_override=300, enable_prefix_caching=caching) as probe:
+def test_without_vllms_prefix_caching_nothing_is_shared(tiny_folder):
+    with probed(tiny_folder, num_gpu_blocks_override=300, enable_prefix_caching=False) as probe:
         prompt = prompt_of(200)
         greedy(probe.llm, [prompt], 4)
-        if caching:
-            forget_hbm(probe)
         [(_, found)] = cached_tokens(probe, [prompt], 4)
-        assert (found or 0) == (192 if caching else 0)
-        assert (probe.state.store.kept_blocks > 0) == caching
+        assert not found
+        assert not probe.state.store.kept_blocks
 
 
 @pytest.mark.smoke

