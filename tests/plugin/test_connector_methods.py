@@ -37,3 +37,11 @@ def test_the_connector_has_no_others():
     """A name that vLLM no longer calls, or never did, is in no version's base class."""
     assert methods(OasisConnector) <= WHAT.keys()
     assert len(ROWS) == len({names for names, _ in ROWS})
+
+
+def test_tokens_from_the_store_are_hits_in_host_memory():
+    """vLLM before 0.32 does not ask."""
+    sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source").CacheHitSource
+    connector = object.__new__(OasisConnector)
+    assert connector.get_external_cache_hit_sources(None, 32) == {sources.HOST: 32}
+    assert connector.get_external_cache_hit_sources(None, 0) == {}
