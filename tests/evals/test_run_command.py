@@ -22,10 +22,14 @@ def run(folder, out, *options):
     return CliRunner().invoke(app, [str(each) for each in (*given, *fixed)])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_model_of_ones_own(tmp_path, monkeypatch, family):
-    # Its process takes a thread a core, which on a small model wait for one another.
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """A process that measures takes a thread a core: on a small model they wait for one another."""
     monkeypatch.setattr(jobs.os, "cpu_count", lambda: 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_model_of_ones_own(tmp_path, family):
     folder, out = save_tiny(tmp_path / "model", family), tmp_path / "out"
     assert run(folder, out, *TASKS, *METHODS).exit_code == 0
     rows = read_rows(out / "rows.jsonl")

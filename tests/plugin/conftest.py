@@ -30,8 +30,14 @@ else:
     os.environ.update(SETTINGS)
 
 
+FIRST = ("test_serve.py", "test_tensor_parallel.py")
+"""Their engines are processes, which take long to start. A worker without a test left takes half of
+another's, the last ones: of these it would start the engines again."""
+
+
 def pytest_collection_modifyitems(config, items):
     """Long tests run only when asked for by name."""
+    items.sort(key=lambda item: item.path.name not in FIRST)
     if "soak" not in config.option.markexpr:
         for item in items:
             if item.get_closest_marker("soak"):
