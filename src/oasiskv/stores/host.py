@@ -146,7 +146,7 @@ def _check_room(nbytes: int) -> None:
     if nbytes > available:
         raise ConfigError(
             f"the host store needs {nbytes / _GIB:.3f} GiB, and {available / _GIB:.3f} GiB of "
-            "memory are available: lower host_gib, or raise the container's memory"
+            "memory are available: lower host_gib, or the number of tokens"
         )
 
 
