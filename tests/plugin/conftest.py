@@ -10,6 +10,8 @@ from tiny_folder import save_tiny
 # vLLM reads these when it is imported or when an engine starts.
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
+    # Of n-gram drafts: threads without work wait busily, and take the core from the rest.
+    "NUMBA_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # Several ranks may share a core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -24,6 +26,12 @@ if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     os.environ.update(SETTINGS)
+
+
+def pytest_addoption(parser):
+    """What to run of test_soak_mixed.py."""
+    parser.addoption("--soak-chapters", help="their numbers, after commas")
+    parser.addoption("--soak-kinds", help="of requests and disturbances, after commas")
 
 
 def pytest_collection_modifyitems(config, items):
