@@ -35,6 +35,12 @@ FIRST = ("test_serve.py", "test_tensor_parallel.py")
 another's, the last ones: of these it would start the engines again."""
 
 
+def pytest_addoption(parser):
+    """What to run of test_soak_mixed.py."""
+    parser.addoption("--soak-chapters", help="their numbers, after commas")
+    parser.addoption("--soak-kinds", help="of requests and disturbances, after commas")
+
+
 def pytest_collection_modifyitems(config, items):
     """Long tests run only when asked for by name."""
     items.sort(key=lambda item: item.path.name not in FIRST)
