@@ -1,8 +1,8 @@
 """Requests of all kinds, mixed, in pools and stores too small for them: stock vLLM's answers.
 
 By default a few chapters; 20,000 requests in each mode with ``-m soak``. A failure tells its
-chapter: ``-k "drafts and always" --soak-chapters 7`` runs that alone, ``--soak-kinds plain,session``
-some kinds of requests and disturbances (``ALL`` in soak/asked.py).
+chapter. ``-k "drafts and always" --soak-chapters 7`` runs that one alone, and ``--soak-kinds`` with
+some kinds of requests and disturbances (``ALL`` in soak/asked.py, after commas).
 """
 
 import logging
@@ -50,7 +50,7 @@ LONG = [pytest.mark.soak, pytest.mark.timeout(7200)]
 def adapters(tiny_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     return {None: None} | {
-        name: LoRARequest(name, number, str(save_adapter(folder / name, tiny_folder, number)))
+        name: LoRARequest(name, number, str(save_adapter(folder / name, tiny_folder, number, 0.05)))
         for number, name in enumerate(ADAPTERS)
         if name
     }
