@@ -23,8 +23,11 @@ PROMPTS = [prompt_of(length) for length in (100, 131)]
 ARGS = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK, "max_model_len": 512}
 
 
-def save_adapter(folder, base, seed):
-    """A random adapter of the attention's projections, as PEFT saves it."""
+def save_adapter(folder, base, seed, scale=1.0):
+    """A random adapter of the attention's projections, as PEFT saves it.
+
+    With ``scale`` 1 it adds far more than there was: attention is so sharp that rounding shows.
+    """
     config = AutoConfig.from_pretrained(base)
     width, generator = config.hidden_size, torch.Generator().manual_seed(seed)
     outputs = {
@@ -37,7 +40,8 @@ def save_adapter(folder, base, seed):
         for name, output in outputs.items():
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             for part, shape in (("A", (RANK, width)), ("B", (output, RANK))):
-                tensors[f"{prefix}.lora_{part}.weight"] = torch.randn(shape, generator=generator)
+                noise = torch.randn(shape, generator=generator)
+                tensors[f"{prefix}.lora_{part}.weight"] = scale**0.5 * noise
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {"r": RANK, "lora_alpha": RANK, "target_modules": list(outputs), "bias": "none"}

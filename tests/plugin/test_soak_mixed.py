@@ -50,7 +50,7 @@ LONG = [pytest.mark.soak, pytest.mark.timeout(7200)]
 def adapters(tiny_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     return {None: None} | {
-        name: LoRARequest(name, number, str(save_adapter(folder / name, tiny_folder, number)))
+        name: LoRARequest(name, number, str(save_adapter(folder / name, tiny_folder, number, 0.05)))
         for number, name in enumerate(ADAPTERS)
         if name
     }
