@@ -75,15 +75,16 @@ def test_only_what_was_set_is_handed_to_vllm():
 def test_start_is_logged_once_and_max_tokens_beyond_max_model_len_is_served(tiny_folder, logged):
     args = DEFAULTS | oasiskv.vllm.engine_args(**SMALL) | {"max_model_len": 256}
     with engine(tiny_folder, **args) as llm:
-        levels, (settings, plan) = zip(*logged, strict=True)
-        assert levels == ("INFO", "INFO")
+        levels, (settings, plan, warning) = zip(*logged, strict=True)
+        assert levels == ("INFO", "INFO", "WARNING")
         on = rf"OasisKV \S+ on vLLM {re.escape(installed_version())}: "
         assert re.match(on + "mode=always budget_tokens=64 ", settings)
         assert "threshold_tokens=64 " in settings
         assert "host_gib=0.00027" in settings
         # (256 - 1) / 16 dense; one in prefill takes 1 + 16 + 8 blocks, the others 1 + 8 + 1 + 2
         # of the other 231; the store holds one of 16 blocks.
-        assert plan.endswith("that fit: 15 dense, 1 with OasisKV")
+        assert "that fit: 15 dense, 1 with OasisKV (the host store limits" in plan
+        assert "(1) than vLLM alone (15): the host store limits" in warning
         assert "16384 bytes a block" in plan
         logged.clear()
         greedy(llm, [prompt_of(100)], 8)

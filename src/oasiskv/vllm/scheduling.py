@@ -313,6 +313,7 @@ class SchedulerState:
         """A request that has no blocks of vLLM's comes back dense, with its first store blocks."""
         state.stale = False
         state.resume_start = 0
+        state.matched = []
         if state.closed_dense is not None and keep <= state.closed_dense:
             state.closed_dense = None
         if state.promised:
