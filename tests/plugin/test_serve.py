@@ -70,7 +70,8 @@ def test_sixteen_users_stream_and_some_leave(server, tiny_folder):
         )
     for prompt, pieces, leave in zip(prompts, answers, leaves, strict=True):
         ids, output = (tokenizer(text)["input_ids"] for text in (prompt, "".join(pieces)))
-        assert len(output) == (leave or 40)
+        # A piece has more than one token where the front end was slower than the engine.
+        assert (leave or 40) <= len(output) <= 40
         assert is_greedy(model, ids, output)
     assert server.get("/health")[0] == 200
     running = [
