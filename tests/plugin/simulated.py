@@ -4,13 +4,9 @@ Instead of numbers it keeps in each block what they stand for: which tokens, and
 computed from all before them.
 """
 
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from vllm import SamplingParams
-from vllm.config import set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
@@ -24,56 +20,19 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-import oasiskv.vllm
 from oasiskv.vllm.manager import OasisManager
 from oasiskv.vllm.messages import OasisAck
 from oasiskv.vllm.scheduling import state_of
 from oasiskv.vllm.settings import config_of
 from oasiskv.vllm.spec import OasisSpec
-
-SIZE = 16
-VOCABULARY = 90
-
-
-def next_token(tokens):
-    """What the model says after ``tokens``."""
-    return hash(tuple(tokens[-3:])) % VOCABULARY
-
-
-@dataclass(frozen=True)
-class Content:
-    """Of one token's place in a block.
-
-    Attributes:
-        prefix: stands for the token, all before it and the weights.
-        exact: it was computed from all before it.
-    """
-
-    prefix: int
-    exact: bool
-
-
-@dataclass(eq=False)
-class SimulatedRequest:
-    """One request in the worker.
-
-    Attributes:
-        store_blocks: those that its closed blocks are in.
-        assigned: further ones, for blocks that close later.
-        late: closed blocks, by index, whose write has not arrived.
-        window_start: first block of its window; None while dense.
-        slots: it has them.
-    """
-
-    store_blocks: list[int] = field(default_factory=list)
-    assigned: list[int] = field(default_factory=list)
-    late: dict[int, list[Content]] = field(default_factory=dict)
-    window_start: int | None = None
-    slots: bool = False
-
-    @property
-    def stored(self):
-        return min(self.late, default=len(self.store_blocks))
+from plugin.simulated_parts import (
+    BLOCK_BYTES,
+    SIZE,
+    VOCABULARY,
+    Content,
+    SimulatedRequest,
+    next_token,
+)
 
 
 class Simulation:
@@ -424,33 +383,3 @@ class Simulation:
             for key, content in found.items():
                 assert content[-1].prefix == self.prefix_of[key]
                 assert all(place.exact for place in content)
-
-
-BLOCK_BYTES = SIZE * 32 * 2 * 4
-
-
-@contextmanager
-def simulated_config(folder, store_blocks, mode="always", drafts=None, **engine_args):
-    """vLLM's configuration, as current one: threshold 100 tokens, S 3 blocks, window 1 block."""
-    arguments = oasiskv.vllm.engine_args(
-        mode=mode,
-        threshold_tokens=100,
-        budget_tokens=48,
-        hot_tokens=48,
-        sink_tokens=16,
-        window_tokens=16,
-        host_gib=(store_blocks + 0.5) * BLOCK_BYTES / 2**30,
-    )
-    defaults = {
-        "dtype": "float32",
-        "max_model_len": 320,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 64,
-        "enforce_eager": True,
-        "async_scheduling": False,
-        "enable_prefix_caching": True,
-        "speculative_config": drafts,
-    }
-    config = EngineArgs(str(folder), **(defaults | arguments | engine_args)).create_engine_config()
-    with set_current_vllm_config(config):
-        yield config

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
 from plugin.probe import NGRAM
-from plugin.simulated import SIZE, Simulation, simulated_config
+from plugin.simulated import Simulation
+from plugin.simulated_parts import SIZE, simulated_config
 from tiny import prompt_of
 
 THRESHOLD = 100
