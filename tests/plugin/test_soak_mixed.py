@@ -6,7 +6,6 @@ some kinds of requests and disturbances (``ALL`` in soak/asked.py, after commas)
 """
 
 import logging
-from itertools import chain
 
 import pytest
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
@@ -37,13 +36,20 @@ ARGS = {
 # Stock vLLM goes wrong where a part ends on an accepted draft: its KV stays for the next part.
 WITH_DRAFTS = ALL - {"long parts"}
 ENGINES = {
-    "plain": ({"speculative_config": None}, "last_accepted", set(), ALL),
+    "no drafts": ({"speculative_config": None}, "last_accepted", set(), ALL),
     "drafts": ({"speculative_config": NGRAM}, "last_accepted", set(), WITH_DRAFTS),
     "at once": ({"speculative_config": NGRAM}, "held_back", {"cpu"}, WITH_DRAFTS),
 }
-SHARES = {"few": (2, 0, 2), "20,000": (80, 80, 40)}
-"""Chapters of each engine."""
+"""vLLM's arguments, lookahead, devices where requests are tiered at once, kinds of requests."""
 LONG = [pytest.mark.soak, pytest.mark.timeout(7200)]
+CASES = [
+    pytest.param("no drafts", range(2), id="no drafts"),
+    pytest.param("at once", range(2, 4), id="at once"),
+    # 20,000 requests in all.
+    pytest.param("no drafts", range(4, 84), id="many, no drafts", marks=LONG),
+    pytest.param("drafts", range(84, 164), id="many, drafts", marks=LONG),
+    pytest.param("at once", range(164, 204), id="many, at once", marks=LONG),
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,39 +70,33 @@ def logits_without_adapters():
         yield
 
 
-@pytest.fixture(scope="module", params=["few", pytest.param("20,000", marks=LONG)])
-def chapters(request, tiny_folder, adapters):
-    """By engine its chapters, and stock vLLM's answers to all."""
+@pytest.fixture(scope="module")
+def chapters(request, tiny_folder, adapters, numbers, engine):
+    """Those of an engine, with stock vLLM's answers."""
     kinds, only = (request.config.getoption(f"--soak-{name}") for name in ("kinds", "chapters"))
-    found, first = {}, 0
-    for (name, engine), count in zip(ENGINES.items(), SHARES[request.param], strict=True):
-        numbers = range(first, first + count)
-        first += count
-        if only is not None:
-            numbers = [number for number in map(int, only.split(",")) if number in numbers]
-        wanted = engine[-1] & set(kinds.split(",")) if kinds else engine[-1]
-        found[name] = [Chapter(number, wanted) for number in numbers]
-    return found, stock_answers(tiny_folder, adapters, list(chain(*found.values())))
+    if only:
+        numbers = [number for number in map(int, only.split(",")) if number in numbers]
+    wanted = ENGINES[engine][-1] & set(kinds.split(",")) if kinds else ENGINES[engine][-1]
+    found = [Chapter(number, wanted) for number in numbers]
+    return found, stock_answers(tiny_folder, adapters, found)
 
 
+@pytest.mark.parametrize(("engine", "numbers"), CASES, scope="module")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_mixed(request, tiny_folder, adapters, chapters, monkeypatch, mode, engine):
-    own, known = chapters[0][engine], chapters[1]
-    if not own:
-        pytest.skip("has no chapters")
     args, lookahead, batched_on, _ = ENGINES[engine]
     monkeypatch.setattr(runtime, "BATCHED_ON", batched_on)
     # One request of the longest fits twice into the store.
     pool, settings = MODES[mode]
     settings = settings | {"host_gib": 0.001, "lookahead": lookahead}
     args = ARGS | args | {"num_gpu_blocks_override": pool}
+    found, known = chapters
     with probed(tiny_folder, settings=settings, **args) as probe:
         soak = Soak(probe, adapters, known)
-        for chapter in own:
+        for chapter in found:
             soak.run(chapter)
     log.info("%s", soak)
     for tie in soak.ties:
         log.warning("a tie: %s", tie)
     if not request.config.getoption("--soak-kinds"):
-        soak.assert_enough(CHAPTER * len(own))
+        soak.assert_enough(CHAPTER * len(found))
