@@ -70,7 +70,7 @@ venv-vllm-oldest:
 test-vllm-oldest:
 	$(MAKE) test-vllm $(OLDEST) VLLM_TESTS='-m smoke'
 
-# Minutes.
+# Some hour and a half of one core.
 soak: venv-vllm
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest tests/plugin -m soak
 
